@@ -12,6 +12,8 @@ from flexinfer.api.blocks import (
     OllamaBlock,
     VllmBlock,
 )
+from flexinfer.api.errors import ApiError, ManifestErrors, ManifestProblem
+from flexinfer.api.manifest import Manifests, manifest_files, read_manifests
 from flexinfer.api.meta import ObjectMeta
 from flexinfer.api.modelcache import ModelCache, ModelCacheSpec, SecretRef, StorageStrategy
 from flexinfer.api.modeldeployment import (
@@ -21,6 +23,7 @@ from flexinfer.api.modeldeployment import (
     Toleration,
     VramCheck,
 )
+from flexinfer.api.notices import Notice, notices_for, resource_id
 from flexinfer.api.quantity import Quantity, parse_quantity
 from flexinfer.api.resources import Resources
 from flexinfer.api.source import Source, parse_source
@@ -29,16 +32,21 @@ __all__ = [
     "API_VERSION",
     "GROUP",
     "VERSION",
+    "ApiError",
     "Backend",
     "Block",
     "HealthCheck",
     "LlamaCppBlock",
+    "ManifestErrors",
+    "ManifestProblem",
+    "Manifests",
     "MlcLlmBlock",
     "MlcOverrides",
     "ModelCache",
     "ModelCacheSpec",
     "ModelDeployment",
     "ModelDeploymentSpec",
+    "Notice",
     "ObjectMeta",
     "OllamaBlock",
     "Quantity",
@@ -49,6 +57,10 @@ __all__ = [
     "Toleration",
     "VllmBlock",
     "VramCheck",
+    "manifest_files",
+    "notices_for",
     "parse_quantity",
     "parse_source",
+    "read_manifests",
+    "resource_id",
 ]

@@ -92,8 +92,8 @@ class ApiModel(BaseModel):
         if not isinstance(raw, Mapping):
             return handler(raw)
         to_wire = {name: wire_name(name) for name in cls.model_fields}
-        known = to_wire.keys() | set(to_wire.values())
-        raw = {key: value for key, value in raw.items() if value is not None or key not in known}
+        wire = set(to_wire.values())
+        raw = {key: value for key, value in raw.items() if value is not None or key not in wire}
         given = {to_wire.get(key, key): _plain(value) for key, value in raw.items()}
         findings = list(cls.cross_checks(given))
         if not findings:

@@ -108,7 +108,7 @@ class ModelCacheSpec(ApiModel):
 
     @classmethod
     def cross_checks(cls, given: Mapping[str, Any]) -> Iterator[Finding]:
-        """Raises findings for a cache without weights, and for two revisions."""
+        """Yields findings for a cache without weights, and for two revisions."""
         if "source" not in given and "existingClaimName" not in given:
             yield Finding(("source",), None, f"a source or an existingClaimName; {ALLOWED}")
         size = given.get("storageSize")
@@ -159,7 +159,7 @@ class ModelCache(ApiModel):
 
     @classmethod
     def cross_checks(cls, given: Mapping[str, Any]) -> Iterator[Finding]:
-        """Raises a finding for a name that Kubernetes refuses."""
+        """Yields a finding for a name that Kubernetes refuses."""
         metadata = given.get("metadata")
         name = metadata.get("name") if isinstance(metadata, Mapping) else None
         if isinstance(name, str) and not is_subdomain(name):

@@ -57,7 +57,7 @@ class Toleration(ApiModel):
 
     @classmethod
     def cross_checks(cls, given: Mapping[str, Any]) -> Iterator[Finding]:
-        """Raises findings for what a Kubernetes API server refuses in a pod's tolerations."""
+        """Yields findings for what a Kubernetes API server refuses in a pod's tolerations."""
         operator = given.get("operator", "Equal")
         if operator == "Equal" and not given.get("key"):
             yield Finding(("operator",), operator, "Exists, because no key is given")
@@ -156,7 +156,7 @@ class ModelDeploymentSpec(ApiModel):
 
     @classmethod
     def cross_checks(cls, given: Mapping[str, Any]) -> Iterator[Finding]:
-        """Raises findings for bounds, blocks of other backends, and more shards than GPUs."""
+        """Yields findings for bounds, blocks of other backends, and more shards than GPUs."""
         least, most = given.get("minReplicas"), given.get("replicas", 1)
         if _is_int(least) and _is_int(most) and 0 < most < least:
             yield Finding(("minReplicas",), least, f"at most replicas, which is {most}")
@@ -246,7 +246,7 @@ class ModelDeployment(ApiModel):
 
     @classmethod
     def cross_checks(cls, given: Mapping[str, Any]) -> Iterator[Finding]:
-        """Raises a finding for a name that is illegal or reserved, with one to use instead."""
+        """Yields a finding for a name that is illegal or reserved, with one to use instead."""
         metadata = given.get("metadata")
         name = metadata.get("name") if isinstance(metadata, Mapping) else None
         if not isinstance(name, str):

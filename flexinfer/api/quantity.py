@@ -101,7 +101,8 @@ class Quantity(str):
         return parse_quantity(str(self))
 
     @classmethod
-    def _read(cls, value: Any) -> Quantity:
+    def read(cls, value: Any) -> Quantity:
+        """The quantity that a manifest's value stands for; errors as a field validator's."""
         if isinstance(value, float):
             raise refusal("a quantity as a string", f'quote it: "{value}"')
         if isinstance(value, bool) or not isinstance(value, str | int):
@@ -120,7 +121,7 @@ class Quantity(str):
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.no_info_plain_validator_function(
-            cls._read, serialization=core_schema.plain_serializer_function_ser_schema(str)
+            cls.read, serialization=core_schema.plain_serializer_function_ser_schema(str)
         )
 
     @classmethod

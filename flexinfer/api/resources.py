@@ -28,7 +28,7 @@ class Resources(ApiModel):
 
     @classmethod
     def cross_checks(cls, given: Mapping[str, Any]) -> Iterator[Finding]:
-        """Raises findings for unknown resources, parts of GPUs, two vendors, and requests that
+        """Yields findings for unknown resources, parts of GPUs, two vendors, and requests that
         their limits do not allow."""
         sides = {
             side: given[side] if isinstance(given.get(side), Mapping) else {}
@@ -49,7 +49,7 @@ class Resources(ApiModel):
         if len(vendors) > 1:
             side, found = vendors[NVIDIA_GPU]
             yield Finding((side, NVIDIA_GPU), found, "GPUs of one vendor for one model")
-        for key in sides["requests"].keys() & sides["limits"].keys():
+        for key in sorted(sides["requests"].keys() & sides["limits"].keys()):
             request, limit = _amount(sides["requests"][key]), _amount(sides["limits"][key])
             if request is None or limit is None:
                 continue
@@ -84,7 +84,7 @@ class Resources(ApiModel):
 
 def _amount(found: Any) -> Any:
     try:
-        return Quantity._read(found).value
+        return Quantity.read(found).value
     except ValueError:
         return None
 

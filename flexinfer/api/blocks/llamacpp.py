@@ -131,7 +131,7 @@ class LlamaCppBlock(EngineBlock):
 
     @classmethod
     def cross_checks(cls, given: Mapping[str, Any]) -> Iterator[Finding]:
-        """Raises findings for settings that exclude or need each other."""
+        """Yields findings for settings that exclude or need each other."""
         if "chatTemplate" in given and "chatTemplateFile" in given:
             found = given["chatTemplateFile"]
             yield Finding(("chatTemplateFile",), found, "either chatTemplate or chatTemplateFile")

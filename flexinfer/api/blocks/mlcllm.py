@@ -108,7 +108,7 @@ class MlcLlmBlock(EngineBlock):
 
     @classmethod
     def cross_checks(cls, given: Mapping[str, Any]) -> Iterator[Finding]:
-        """Raises findings for an embedding model without its library, or the reverse."""
+        """Yields findings for an embedding model without its library, or the reverse."""
         pair = {"embeddingModel", "embeddingModelLib"}
         if len(pair & given.keys()) == 1:
             (there,) = pair & given.keys()

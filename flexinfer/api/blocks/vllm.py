@@ -113,7 +113,7 @@ class VllmBlock(EngineBlock):
 
     @classmethod
     def cross_checks(cls, given: Mapping[str, Any]) -> Iterator[Finding]:
-        """Raises findings for settings that vLLM refuses together."""
+        """Yields findings for settings that vLLM refuses together."""
         if given.get("loraModules") and given.get("enableLora") is not True:
             yield Finding(("loraModules",), given["loraModules"], "only with enableLora: true")
         if given.get("enableAutoToolChoice") is True and "toolCallParser" not in given:
