@@ -1,0 +1,48 @@
+"""The environment that every engine starts from, before its backend and its user add to it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+# Secrets belong to us, to Ray and to the hub; an engine needs none of them, and prints its
+# environment in more than one kind of crash report. A user who wants one there names it in `env`.
+_SECRET = re.compile(
+    r"(^|_)(TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|API_?KEY|ACCESS_KEY|PRIVATE_KEY|AUTH)(_|$)"
+)
+# The rest of what is ours or Ray's: it means nothing to an engine, or something else than to us.
+_PRIVATE = re.compile(r"^(FLEXINFER_|RAY_|KUBERNETES_)")
+# What Python and OpenMP were told for this process: Ray sets one thread for actors without CPUs.
+_PROCESS = frozenset(
+    [
+        "PYTHONPATH",
+        "PYTHONHOME",
+        "PYTHONSTARTUP",
+        "VIRTUAL_ENV",
+        "OMP_NUM_THREADS",
+        "OMP_THREAD_LIMIT",
+    ]
+)
+
+NO_USAGE_REPORTS: Mapping[str, str] = {
+    "DO_NOT_TRACK": "1",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "VLLM_DO_NOT_TRACK": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+
+def is_secret(name: str) -> bool:
+    """Whether a variable's name says that its value must not be seen."""
+    return _SECRET.search(name.upper()) is not None
+
+
+def base_env(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return what an engine may have of `environ`, with usage reports switched off."""
+    kept = {
+        name: value
+        for name, value in environ.items()
+        if not (is_secret(name) or _PRIVATE.match(name) or name in _PROCESS)
+    }
+    return {**kept, **NO_USAGE_REPORTS}
