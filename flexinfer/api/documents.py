@@ -93,13 +93,21 @@ def _number(text: str) -> int:
     return -value if text.startswith("-") else value
 
 
+def _joined(text: str) -> str:
+    """JSON writes a character beyond 16 bits as two escapes, which YAML reads as two halves.
+    Raises ValueError for one half alone."""
+    if not any("\ud800" <= character <= "\udfff" for character in text):
+        return text
+    return text.encode("utf-16", "surrogatepass").decode("utf-16")
+
+
 _SCALARS: dict[str, Callable[[str], Any]] = {
     _NULL: lambda text: None,
     _BOOL: lambda text: text.lower() not in _FALSE,
     _INT: _number,
     _FLOAT: lambda text: float(text.replace("_", "").replace(".inf", "inf").replace(".nan", "nan")),
-    _STR: lambda text: text,
-    _MERGE: lambda text: text,
+    _STR: _joined,
+    _MERGE: _joined,
 }
 
 
@@ -146,8 +154,9 @@ class _Builder:
                 raise ValueError
             return build(node.value)
         except ValueError:
-            found = f"{node.value[:_LONGEST_NUMBER]!r} with the tag {node.tag}"
-            self._problem(node, path, found, "plain YAML without tags")
+            kind = node.tag.removeprefix(_TAG)
+            found = f"{node.value[:_LONGEST_NUMBER]!r} as {kind}"
+            self._problem(node, path, found, "text, a number, a boolean or null, without tags")
             return None
 
     def _sequence(self, node: SequenceNode, path: Path, document: Document) -> list[Any]:
@@ -169,24 +178,24 @@ class _Builder:
                 hint = f'quote it: "{written}"' if isinstance(key, ScalarNode) else None
                 self._problem(key, path, f"the key {written}", "text as a key", hint)
                 continue
-            here = (*path, key.value)
-            if key.value in mapping:
+            name = self._scalar(key, path)
+            if name is None:
+                continue
+            here = (*path, name)
+            if name in mapping:
                 first = document.marks[here].line
-                self._problem(
-                    key, here, f"a second {key.value}", f"one; line {first} has the first"
-                )
+                self._problem(key, here, f"a second {name}", f"one; line {first} has the first")
                 continue
             document.marks[here] = _mark(key, value)
-            mapping[key.value] = self._build(value, here, document)
+            mapping[name] = self._build(value, here, document)
         for other in merged:
             inherited = Document(None)
-            for name, value in self._mapping(other, path, inherited).items():
-                if name not in mapping:
-                    mapping[name] = value
-                    top = len(path)
-                    document.marks |= {
-                        at: mark for at, mark in inherited.marks.items() if at[top] == name
-                    }
+            values = self._build(other, path, inherited)
+            new = (values or {}).keys() - mapping.keys()
+            mapping |= {name: value for name, value in (values or {}).items() if name in new}
+            document.marks |= {
+                at: mark for at, mark in inherited.marks.items() if at[len(path)] in new
+            }
         return mapping
 
     def _merged(self, node: Node, path: Path) -> list[MappingNode]:
@@ -194,8 +203,6 @@ class _Builder:
         for other in nodes:
             if not isinstance(other, MappingNode):
                 self._problem(other, path, "<< of something else", "<< of a mapping")
-            elif id(other) in self.open_nodes:
-                raise _TooMuch("an alias that contains itself")
         return [other for other in nodes if isinstance(other, MappingNode)]
 
     def _problem(

@@ -59,6 +59,8 @@ def read_manifests(paths: Sequence[Path]) -> Manifests:
         reader.read(file)
     reader.check_names()
     if reader.problems:
+        order = {str(file): index for index, file in enumerate(files)}
+        reader.problems.sort(key=lambda found: (order.get(found.file, -1), found.line or 0))
         raise ManifestErrors(reader.problems, files)
     notices = [*reader.notices, *notices_for(reader.models, reader.caches)]
     return Manifests(tuple(reader.models), tuple(reader.caches), tuple(notices), files)
@@ -212,8 +214,8 @@ class _Reader:
 
     def check_names(self) -> None:
         """Reports names that two resources share."""
-        models: dict[str, _Place] = {}
-        caches: dict[tuple[str, str], _Place] = {}
+        models: dict[str, tuple[_Place, FieldPath]] = {}
+        caches: dict[tuple[str, str], tuple[_Place, FieldPath]] = {}
         for place, kind, value in self.raw:
             metadata = value.get("metadata")
             metadata = metadata if isinstance(metadata, Mapping) else {}
@@ -226,11 +228,17 @@ class _Reader:
                 self._claim(models, claimed, place, path, claimed)
 
     def _claim(
-        self, taken: dict[Any, _Place], key: Any, place: _Place, path: FieldPath, name: str
+        self,
+        taken: dict[Any, tuple[_Place, FieldPath]],
+        key: Any,
+        place: _Place,
+        path: FieldPath,
+        name: str,
     ) -> None:
-        first = taken.setdefault(key, place)
+        first, its_path = taken.setdefault(key, (place, path))
+        # One resource may say a name twice: its alias may be its own name.
         if first is not place:
-            line = first.document.mark(first.at).line
+            line = first.document.mark((*first.at, *its_path)).line
             allowed = f"a name that nothing else has; {first.file}:{line} has it"
             self.problems.append(place.problem(path, name, allowed))
 

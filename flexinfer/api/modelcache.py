@@ -28,7 +28,9 @@ def _check_source(text: str) -> str:
 
 def _check_relative(path: str) -> str:
     if path.startswith("/"):
-        raise refusal("a relative path, below the claim or the cache's root", path.lstrip("/"))
+        raise refusal(
+            "a relative path, below the claim or the cache's root", f"use {path.lstrip('/')}"
+        )
     return path
 
 

@@ -224,7 +224,12 @@ def _wanted(model: type[ApiModel], path: Path) -> str:
 
 
 def _wire_fields(model: type[BaseModel]) -> list[str]:
-    return [wire_name(name) for name in model.model_fields]
+    """The fields that a user may write; what an API server sets is read and means nothing."""
+    return [
+        wire_name(name)
+        for name, info in model.model_fields.items()
+        if not (info.description or "").startswith("Set by ")
+    ]
 
 
 def _known_fields(

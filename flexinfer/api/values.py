@@ -36,7 +36,8 @@ def _check_variable(name: str) -> str:
 
 
 def _check_inner_path(path: str) -> str:
-    if "\0" in path or not path.strip() or ".." in path.split("/"):
+    _check_line(path)
+    if ".." in path.split("/"):
         raise refusal("a path without '..'")
     return path
 

@@ -42,7 +42,7 @@ class MlcOverrides(ApiModel):
     )
     tensor_parallel_shards: PositiveCount | None = Field(
         default=None,
-        description="GPUs that share each layer. As compiled if absent or modelLibPath is set.",
+        description="GPUs that share each layer. Absent, or with modelLibPath: as compiled.",
     )
     pipeline_parallel_stages: PositiveCount | None = Field(
         default=None,
@@ -54,7 +54,7 @@ class MlcOverrides(ApiModel):
     raw: Line | None = Field(
         default=None,
         description="Overrides without a field of their own, as MLC writes them: `key=value;...`. "
-        "Added last.",
+        "Added last. Absent: none.",
     )
 
 
@@ -74,7 +74,7 @@ class MlcLlmBlock(EngineBlock):
     gpu_memory_bytes: Annotated[int, Field(ge=1, le=2**63 - 1)] | None = Field(
         default=None,
         description="GPU memory to use, in bytes; passed on as a share of the GPU's memory. "
-        "overrides.gpuMemoryUtilization goes before it.",
+        "overrides.gpuMemoryUtilization goes before it. Absent: as that says.",
     )
     jit_policy: Literal["ON", "OFF", "REDO", "READONLY"] | None = Field(
         default=None,
@@ -100,7 +100,8 @@ class MlcLlmBlock(EngineBlock):
         default=None, description="A second model that answers /v1/embeddings. Absent: none."
     )
     embedding_model_lib: InnerPath | None = Field(
-        default=None, description="The compiled library of embeddingModel, which needs one."
+        default=None,
+        description="The compiled library of embeddingModel, which needs one. Absent: none.",
     )
     extra_args: list[Argument] = Field(default_factory=list, description=EXTRA_ARGS)
 
