@@ -47,10 +47,13 @@ def sweep(launch_id: str, *, session: int | None = None, timeout_s: float = 5.0)
     killed: set[int] = set()
     end = time.monotonic() + timeout_s
     pause = 0.002
-    while left := find(launch_id, session=session):
+    looks = 0  # in a row that found nothing: a process shows no environment while it execs
+    while looks < 2:
+        left = find(launch_id, session=session)
+        looks = 0 if left else looks + 1
         killed.update(left)
         _kill(left)
-        if time.monotonic() > end:
+        if left and time.monotonic() > end:
             raise EngineStuck(left)
         time.sleep(pause)
         pause = min(0.05, pause * 2)

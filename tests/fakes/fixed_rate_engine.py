@@ -213,9 +213,10 @@ class Connection:
             await asyncio.gather(work, gone, return_exceptions=True)
 
     async def watch(self) -> None:
-        """Return when the client is gone; keep what it sends ahead of time instead."""
-        while data := await self.reader.read(1):
-            self.ahead += data
+        """Return when the client is gone. A byte of its next request is kept for that."""
+        self.ahead = await self.reader.read(1)
+        if self.ahead:
+            await asyncio.Event().wait()
 
     async def generate(self, chat: bool, request: dict[str, Any], count: int) -> None:
         engine, stats = self.engine, self.engine.stats
@@ -259,7 +260,7 @@ class Connection:
             self.event(f"{before}t{number} {after}")
             await self.writer.drain()
         last: dict[str, Any] = {"index": 0, "finish_reason": "length"}
-        last |= {"delta": {}} if chat else {"text": ""}
+        last["delta" if chat else "text"] = {} if chat else ""
         self.event(json.dumps(self.frame(chat, choices=[last])))
         if (request.get("stream_options") or {}).get("include_usage"):
             self.event(json.dumps(self.frame(chat, choices=[], usage=_usage(count))))
