@@ -37,7 +37,9 @@ class ManifestProblem:
         where = self.file if self.line is None else f"{self.file}:{self.line}"
         field = f" {self.field}:" if self.field else ""
         suggestion = f"; {self.suggestion}" if self.suggestion else ""
-        return f"{where}:{field} found {self.found}{suggestion}; allowed: {self.allowed}"
+        line = f"{where}:{field} found {self.found}{suggestion}; allowed: {self.allowed}"
+        # Manifests may hold anything, and a terminal obeys control characters.
+        return "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)
 
 
 class ManifestErrors(ApiError):
