@@ -270,7 +270,7 @@ def caches_of(model: ModelDeployment, caches: Sequence[ModelCache]) -> list[Mode
 def _cache_spec(cache: ModelCache) -> dict[str, Any]:
     """What finding the weights needs of a cache: its size or retention restarts no engine."""
     spec: dict[str, Any] = cache.spec.model_dump(
-        mode="json", by_alias=True, exclude_defaults=True, include=_CACHE_FIELDS
+        mode="json", by_alias=True, exclude_defaults=True, include=set(_CACHE_FIELDS)
     )
     return dict(sorted(spec.items()))
 
