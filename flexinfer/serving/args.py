@@ -43,8 +43,6 @@ class ModelArgs(_Data):
     block: dict[str, Any] = Field(default_factory=dict)
     """The backend's block, as written (camelCase)."""
     gpus: int = Field(default=1, ge=0)
-    pretended_gpus: bool = False
-    """The node's GPUs are counted by decree (`--num-gpus`): masks are set, nothing is there."""
     nodes: list[str] | None = None
     """Values of the Ray label `flexinfer.ai/node` that the replica may run on; None: any."""
     caches: list[CacheArgs] = Field(default_factory=list)

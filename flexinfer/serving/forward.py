@@ -1,0 +1,378 @@
+"""One request from a place in the queue to the engine's last byte.
+
+Headers go to the client when the engine's do, but not before the model's load is decided or the
+grace has passed: a failure until then is a plain error. After the grace a streaming client gets an
+event stream with comments about the load, and a failure is its last event. A stream never ends
+silently: either with the engine's own end, or with an error event.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+
+from flexinfer.serving.backlog import Backlog, Slot
+from flexinfer.serving.errors import Gone, RequestError
+from flexinfer.serving.lease import KEY_HEADER
+from flexinfer.serving.metrics import GatewayMetrics
+from flexinfer.serving.naming import NameRewriter, replace_multipart_model
+from flexinfer.serving.responses import (
+    EVENT_STREAM,
+    Headers,
+    Receive,
+    Send,
+    engine_error,
+    error_event,
+    send_error,
+    send_json,
+)
+
+_HOP_BY_HOP = frozenset(
+    (
+        b"connection",
+        b"keep-alive",
+        b"proxy-authenticate",
+        b"proxy-authorization",
+        b"proxy-connection",
+        b"te",
+        b"trailer",
+        b"transfer-encoding",
+        b"upgrade",
+    )
+)
+# Ours to write, not the client's; and a client's key is for us, not for an engine.
+_NOT_FORWARDED = _HOP_BY_HOP | frozenset(
+    (
+        b"host",
+        b"content-length",
+        b"accept-encoding",
+        b"authorization",
+        b"x-api-key",
+        b"expect",
+        b"x-conversation-id",
+        KEY_HEADER.lower().encode(),
+    )
+)
+_PROGRESS_S = 1.0
+_DIAL_ATTEMPTS = 20
+_DIAL_PAUSE_S = 0.1
+_MAX_ERROR_BODY = 1 << 20
+# Paths whose streams end with [DONE] or with an error; an end without either is a failure.
+_DONE_PATHS = frozenset(("/v1/chat/completions", "/v1/completions"))
+_PROPER_END = re.compile(rb'^data: ?(\[DONE\]|\{"error")', re.MULTILINE)
+_TAIL = 4096
+
+
+@dataclass
+class Request:
+    """A request as far as forwarding needs it: the body read, the model found."""
+
+    method: str
+    path: str
+    """Below the ingress, beginning with /v1."""
+    query: bytes
+    headers: Headers
+    body: bytes
+    json: dict[str, Any] | None
+    """The body, where it is a JSON object."""
+    asked: str
+    """The model's name as the client wrote it."""
+    stream: bool
+
+
+class ClientGone(Exception):
+    """The client closed its connection: nobody is there to be told anything."""
+
+
+class Exchange:
+    """Carries out one request. Made for one use; `run` returns when all is said."""
+
+    def __init__(
+        self,
+        request: Request,
+        backlog: Backlog,
+        client: aiohttp.ClientSession,
+        metrics: GatewayMetrics,
+        *,
+        header_grace_s: float,
+        never: Callable[[], str | None],
+    ) -> None:
+        self._request = request
+        self._backlog = backlog
+        self._client = client
+        self._metrics = metrics
+        self._grace_s = header_grace_s
+        self._never = never
+        self._began = time.monotonic()
+        self._head_sent = False
+        self._body_sent = False
+        self._is_events = False
+        self._first_byte_seen = False
+
+    async def run(self, receive: Receive, send: Send) -> None:
+        """Answer the request through `send`. Raises only what is a fault of this program."""
+        name = self._backlog.config.name
+        gone = asyncio.ensure_future(_until_gone(receive))
+        try:
+            status = await self._run(gone, send)
+        except ClientGone:
+            status = "client_gone"
+        except RequestError as error:
+            status = error.code or str(error.status)
+            await self._report(error, send)
+        finally:
+            gone.cancel()
+            await asyncio.gather(gone, return_exceptions=True)
+        self._metrics.requests.labels(name, status).inc()
+
+    async def _run(self, gone: asyncio.Future[None], send: Send) -> str:
+        for attempt in range(_DIAL_ATTEMPTS):
+            slot = await self._place(gone, send)
+            try:
+                return await self._exchange(slot, gone, send)
+            except aiohttp.ClientConnectorError:
+                # Nothing was said to the engine, so nothing can be done twice. Its replica will
+                # tell in a moment that it has ended.
+                if attempt == _DIAL_ATTEMPTS - 1:
+                    break
+            finally:
+                slot.release()
+            await asyncio.wait([gone], timeout=_DIAL_PAUSE_S)
+            if gone.done():
+                raise ClientGone
+        raise Gone(
+            f"the engine of model {self._backlog.config.name} takes no connection",
+            code="engine_lost",
+            retry_after_s=self._backlog.retry_after_s(),
+        )
+
+    # -- waiting
+
+    async def _place(self, gone: asyncio.Future[None], send: Send) -> Slot:
+        asked = time.monotonic()
+        acquiring = asyncio.ensure_future(self._backlog.acquire(self._never))
+        try:
+            # The usual case, without a wait: a place is free.
+            await asyncio.sleep(0)
+            while not acquiring.done():
+                events: list[asyncio.Future[Any]] = [acquiring, gone]
+                await asyncio.wait(
+                    events,
+                    timeout=self._next_word_s(),
+                    return_when=asyncio.FIRST_COMPLETED,
+                )
+                if gone.done():
+                    raise ClientGone
+                if not acquiring.done() and self._request.stream:
+                    await self._say_progress(send)
+            slot = acquiring.result()
+        except BaseException:
+            await _undo(acquiring)
+            if not acquiring.cancelled() and acquiring.exception() is None:
+                acquiring.result().release()
+            raise
+        self._metrics.waiting.labels(self._backlog.config.name).observe(time.monotonic() - asked)
+        return slot
+
+    def _next_word_s(self) -> float | None:
+        if not self._request.stream:
+            return None
+        if self._head_sent:
+            return _PROGRESS_S
+        return max(0.0, self._began + self._grace_s - time.monotonic())
+
+    async def _say_progress(self, send: Send) -> None:
+        if not self._head_sent:
+            await self._send_head(send, 200, list(EVENT_STREAM))
+            self._is_events = True
+        state, why = self._backlog.describe()
+        waited = time.monotonic() - self._began
+        text = f": model {self._backlog.config.name} is {state} after {waited:.0f} s"
+        text += f": {why}" if why else ""
+        line = text.replace("\r", " ").replace("\n", " ")
+        await send(
+            {"type": "http.response.body", "body": f"{line}\n\n".encode(), "more_body": True}
+        )
+
+    # -- the engine
+
+    async def _exchange(self, slot: Slot, gone: asyncio.Future[None], send: Send) -> str:
+        talk = asyncio.ensure_future(self._talk(slot, send))
+        try:
+            events: list[asyncio.Future[Any]] = [talk, gone, slot.lost]
+            await asyncio.wait(events, return_when=asyncio.FIRST_COMPLETED)
+            if talk.done():
+                return talk.result()
+            if slot.lost.done():
+                raise slot.lost.result()
+            raise ClientGone
+        finally:
+            # Closing the connection is what cancels the engine's work.
+            await _undo(talk)
+
+    async def _talk(self, slot: Slot, send: Send) -> str:
+        request = self._request
+        host, port = slot.engine.host, slot.engine.port
+        headers = self._upstream_headers(slot)
+        if not slot.replica.local:
+            host, port = slot.replica.link.address
+        query = f"?{request.query.decode('latin-1')}" if request.query else ""
+        try:
+            async with self._client.request(
+                request.method,
+                f"http://{host}:{port}{request.path}{query}",
+                data=self._body_for(slot) or None,
+                headers=headers,
+                allow_redirects=False,
+            ) as response:
+                return await self._answer(response, slot, send)
+        except aiohttp.ClientConnectorError:
+            raise
+        except (aiohttp.ClientError, ConnectionError) as error:
+            raise self._lost(str(error) or type(error).__name__) from error
+
+    def _lost(self, why: str) -> Gone:
+        return Gone(
+            f"the engine of model {self._backlog.config.name} ended under the request: {why}",
+            code="engine_lost",
+            retry_after_s=1.0,
+        )
+
+    def _upstream_headers(self, slot: Slot) -> list[tuple[str, str]]:
+        dropped = {name.lower().encode() for name in slot.engine.drop_headers}
+        headers = [
+            (name.decode("latin-1"), value.decode("latin-1"))
+            for name, value in self._request.headers
+            if name.lower() not in _NOT_FORWARDED and name.lower() not in dropped
+        ]
+        headers.append(("Accept-Encoding", "identity"))
+        if not slot.replica.local:
+            headers.append((KEY_HEADER, slot.replica.link.key))
+        return headers
+
+    def _body_for(self, slot: Slot) -> bytes:
+        request = self._request
+        wanted = slot.engine.request_model
+        if request.json is not None:
+            if request.json.get("model") == wanted:
+                return request.body
+            return json.dumps({**request.json, "model": wanted}).encode()
+        return replace_multipart_model(request.body, wanted)
+
+    async def _answer(self, response: aiohttp.ClientResponse, slot: Slot, send: Send) -> str:
+        if response.status >= 400:
+            await self._pass_error(response, send)
+            return str(response.status)
+        kind = response.headers.get("content-type", "")
+        rewriter = NameRewriter(slot.engine.request_model, self._request.asked)
+        if kind.startswith("text/event-stream"):
+            await self._pass_stream(response, rewriter, send)
+        elif kind.startswith("application/json"):
+            body = rewriter.feed(await response.read()) + rewriter.finish()
+            await self._pass_whole(response, body, send)
+        else:
+            await self._pass_bytes(response, send)
+        return "success"
+
+    async def _pass_error(self, response: aiohttp.ClientResponse, send: Send) -> None:
+        body = await response.content.read(_MAX_ERROR_BODY)
+        error = engine_error(response.status, body)
+        if not self._head_sent:
+            self._head_sent = self._body_sent = True
+            await send_json(send, response.status, error)
+            return
+        event = b"data: " + json.dumps(error).encode() + b"\n\n"
+        await self._end(send, event)
+
+    async def _pass_stream(
+        self, response: aiohttp.ClientResponse, rewriter: NameRewriter, send: Send
+    ) -> None:
+        if not self._head_sent:
+            await self._send_head(send, response.status, _response_headers(response))
+        self._is_events = True
+        tail = b""
+        async for data in response.content.iter_any():
+            tail = (tail + data)[-_TAIL:]
+            piece = rewriter.feed(data)
+            if piece:
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+                self._note_first_byte()
+        if self._request.path in _DONE_PATHS and not _PROPER_END.search(tail):
+            # An engine that fails in a stream says so in an event; one that just ends, died.
+            raise self._lost("it ended the stream without [DONE]")
+        await self._end(send, rewriter.finish())
+
+    async def _pass_whole(self, response: aiohttp.ClientResponse, body: bytes, send: Send) -> None:
+        if self._head_sent:  # a stream was asked for, and promised, but the engine sends none
+            await self._end(send, b"data: " + body.replace(b"\n", b" ") + b"\n\n")
+            return
+        headers = _response_headers(response)
+        headers.append((b"content-length", str(len(body)).encode()))
+        await self._send_head(send, response.status, headers)
+        self._note_first_byte()
+        await self._end(send, body)
+
+    async def _pass_bytes(self, response: aiohttp.ClientResponse, send: Send) -> None:
+        if not self._head_sent:
+            headers = _response_headers(response)
+            if response.content_length is not None:
+                headers.append((b"content-length", str(response.content_length).encode()))
+            await self._send_head(send, response.status, headers)
+        async for data in response.content.iter_any():
+            await send({"type": "http.response.body", "body": data, "more_body": True})
+            self._note_first_byte()
+        await self._end(send, b"")
+
+    # -- the client
+
+    async def _send_head(self, send: Send, status: int, headers: Headers) -> None:
+        self._head_sent = True
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+
+    async def _end(self, send: Send, body: bytes) -> None:
+        self._body_sent = True
+        await send({"type": "http.response.body", "body": body, "more_body": False})
+
+    async def _report(self, error: RequestError, send: Send) -> None:
+        if not self._head_sent:
+            await send_error(send, error)
+        elif self._is_events and not self._body_sent:
+            # A blank line first: what was sent last may have been half an event.
+            await self._end(send, b"\n\n" + error_event(error, self._request.path))
+        elif not self._body_sent:
+            # Bytes of something that is no stream of events: only a broken connection says it.
+            raise error
+
+    def _note_first_byte(self) -> None:
+        if not self._first_byte_seen:
+            self._first_byte_seen = True
+            elapsed = time.monotonic() - self._began
+            self._metrics.first_byte.labels(self._backlog.config.name).observe(elapsed)
+
+
+def _response_headers(response: aiohttp.ClientResponse) -> Headers:
+    return [
+        (name.lower(), value)
+        for name, value in response.raw_headers
+        if name.lower() not in _HOP_BY_HOP
+        and name.lower() not in (b"content-length", b"server", b"date", b"content-encoding")
+        and not name.lower().startswith(b"access-control-")
+    ]
+
+
+async def _until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _undo(task: asyncio.Future[Any]) -> None:
+    """Cancel a task and wait for its end; what it ended with is for its owner to look at."""
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)

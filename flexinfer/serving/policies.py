@@ -1,0 +1,70 @@
+"""The autoscaling policies: application level, called by the Serve controller at every tick.
+
+The gateway's application brings the gateways' reports and lets the scheduler decide; each model's
+application tells what Ray knows of it and returns its target. A model's target can thus change in
+the tick in which another's does. No policy here does I/O or waits.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from flexinfer.serving.args import ModelPolicyArgs
+from flexinfer.serving.registry import REGISTRY
+from flexinfer.serving.reports import decode, merge
+
+_log = logging.getLogger("ray.serve")
+
+_Contexts = dict[Any, Any]
+_Decisions = tuple[dict[Any, int], dict[Any, dict[str, Any]]]
+
+
+class GatewayPolicy:
+    """Keeps the gateway's own size, and runs the scheduler on what it reports."""
+
+    def __init__(self) -> None:
+        self._reasons: dict[str, str] = {}
+
+    def __call__(self, contexts: _Contexts) -> _Decisions:
+        targets = {}
+        for deployment, context in contexts.items():
+            self._listen(context.raw_metrics)
+            targets[deployment] = max(1, context.capacity_adjusted_min_replicas)
+        self._decide()
+        return targets, {}
+
+    def _listen(self, raw_metrics: dict[str, dict[Any, Any]]) -> None:
+        stats: dict[Any, dict[str, float]] = {}
+        for name, series_by_replica in raw_metrics.items():
+            for replica, series in series_by_replica.items():
+                if series:
+                    stats.setdefault(replica, {})[name] = series[-1].value
+        if any("|" in name for values in stats.values() for name in values):
+            REGISTRY.report(merge(decode(values) for values in stats.values()))
+
+    def _decide(self) -> None:
+        for name, target in REGISTRY.decide().items():
+            text = f"{target.replicas} ({target.reason}: {target.message})"
+            if self._reasons.get(name, "").split(":")[0] != text.split(":")[0]:
+                _log.info("flexinfer: target of %s is %s", name, text)
+            self._reasons[name] = text
+
+
+class ModelPolicy:
+    """Returns what the scheduler decided for one model. Arguments: `ModelPolicyArgs`."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        self._args = ModelPolicyArgs.model_validate(kwargs)
+
+    def __call__(self, contexts: _Contexts) -> _Decisions:
+        targets = {}
+        for deployment, context in contexts.items():
+            REGISTRY.model(
+                self._args,
+                target=context.target_num_replicas,
+                running=context.current_num_replicas,
+                ongoing=context.total_num_requests,
+            )
+            targets[deployment] = REGISTRY.target(self._args.model)
+        return targets, {}

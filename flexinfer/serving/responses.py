@@ -1,0 +1,89 @@
+"""ASGI answers: JSON, text, errors, and the error events of a stream that has begun."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from typing import Any
+
+from flexinfer.serving.errors import RequestError
+
+Message = MutableMapping[str, Any]
+Send = Callable[[Message], Awaitable[None]]
+Receive = Callable[[], Awaitable[Message]]
+Headers = list[tuple[bytes, bytes]]
+
+EVENT_STREAM: Headers = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    # Proxies that buffer by default leave a stream alone that says so.
+    (b"x-accel-buffering", b"no"),
+]
+
+
+async def send_bytes(
+    send: Send, status: int, body: bytes, content_type: str, headers: Iterable[Any] = ()
+) -> None:
+    """Send a whole answer."""
+    head: Headers = [
+        (b"content-type", content_type.encode()),
+        (b"content-length", str(len(body)).encode()),
+        *headers,
+    ]
+    await send({"type": "http.response.start", "status": status, "headers": head})
+    await send({"type": "http.response.body", "body": body})
+
+
+async def send_json(send: Send, status: int, value: Any, headers: Iterable[Any] = ()) -> None:
+    """Send a value as JSON."""
+    await send_bytes(send, status, json.dumps(value).encode(), "application/json", headers)
+
+
+async def send_error(send: Send, error: RequestError) -> None:
+    """Send a refusal as OpenAI's error object, with Retry-After where asking again may help."""
+    headers: Headers = []
+    if error.retry_after_s is not None:
+        headers.append((b"retry-after", str(math.ceil(error.retry_after_s)).encode()))
+    if error.status == 401:
+        headers.append((b"www-authenticate", b"Bearer"))
+    await send_json(send, error.status, error.body(), headers)
+
+
+def error_event(error: RequestError, path: str) -> bytes:
+    """The last event of a stream that failed, in the dialect of the path."""
+    if path == "/v1/messages":
+        body = {"type": "error", "error": {"type": "api_error", "message": error.message}}
+        return b"event: error\ndata: " + json.dumps(body).encode() + b"\n\n"
+    if path == "/v1/responses":
+        event = {"type": "error", "code": error.code, "message": error.message, "param": None}
+        return b"event: error\ndata: " + json.dumps(event).encode() + b"\n\n"
+    return b"data: " + json.dumps(error.body()).encode() + b"\n\n"
+
+
+def engine_error(status: int, body: bytes) -> dict[str, Any]:
+    """Any engine's error body as an OpenAI error object.
+
+    Engines say `{"error": {...}}`, `{"error": "text"}`, `{"detail": ...}`, `{"message": ...}`,
+    plain text, or JSON inside a JSON string.
+    """
+    found: Any = body.decode("utf-8", "replace")
+    for _ in range(2):
+        if isinstance(found, str):
+            try:
+                found = json.loads(found)
+            except ValueError:
+                break
+    if isinstance(found, dict) and isinstance(found.get("error"), dict):
+        found = found["error"]
+    fields = found if isinstance(found, dict) else {}
+    message = fields.get("message") or fields.get("error") or fields.get("detail") or found
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return {
+        "error": {
+            "message": message if isinstance(message, str) else json.dumps(message),
+            "type": fields.get("type") if isinstance(fields.get("type"), str) else kind,
+            "param": fields.get("param"),
+            "code": fields.get("code", status),
+        }
+    }
