@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from flexinfer.engines.errors import EngineConfigError
-
 MASK = "HIP_VISIBLE_DEVICES"
 # ROCR renumbers before HIP looks, so "1" in both leaves no device; CUDA_ and GPU_DEVICE_ORDINAL are
 # read as further masks by some versions and some engines.
@@ -97,13 +95,14 @@ class Inventory:
 class Devices:
     """The GPUs of one engine. `ids` are slots as Ray assigned them, () for a CPU model.
 
-    `hip_ids` are the same GPUs in HIP's own numbering; where the machine has fewer GPUs than the
-    slots say (`pretended`), the slots themselves.
+    `gpus` are the same GPUs as the kernel lists them, and `hip_ids` in HIP's own numbering. Where
+    the machine has fewer GPUs than the slots say (`pretended`), the mask is made of the slots.
     """
 
     ids: tuple[int, ...] = ()
     pretended: bool = False
     hip_ids: tuple[int, ...] | None = None
+    gpus: tuple[Gpu, ...] = ()
 
     @property
     def mask(self) -> str:
@@ -160,8 +159,8 @@ def assign(ids: Sequence[int], inventory: Inventory) -> Devices:
     """
     slots = tuple(ids)
     if all(slot < inventory.count for slot in slots):
-        hip_ids = tuple(inventory.gpus[slot].hip_index for slot in slots)
-        return Devices(slots, hip_ids=hip_ids)
+        gpus = tuple(inventory.gpus[slot] for slot in slots)
+        return Devices(slots, hip_ids=tuple(gpu.hip_index for gpu in gpus), gpus=gpus)
     return Devices(slots, pretended=True)
 
 
@@ -173,15 +172,6 @@ def device_env(environ: Mapping[str, str], devices: Devices) -> dict[str, str]:
     env = {name: value for name, value in environ.items() if name not in OTHER_MASKS}
     env[MASK] = devices.mask
     return env
-
-
-def vram_used(gpu: Gpu, root: Path = Path("/")) -> int:
-    """Return the bytes of VRAM in use on `gpu`, by all processes. Raises `EngineConfigError`."""
-    path = root / f"sys/class/drm/renderD{gpu.render_minor}/device/mem_info_vram_used"
-    try:
-        return int(path.read_text())
-    except (OSError, ValueError) as error:
-        raise EngineConfigError(f"cannot read the memory in use of {gpu}: {error}") from error
 
 
 def _number(node: Path) -> int:

@@ -131,7 +131,7 @@ class LlamaCpp:
             cwd=model.parent,
             port=port,
             warnings=tuple(flags.notices),
-            secrets=tuple(name for name in spec.env if is_secret(name)),
+            secrets=tuple(name for name in env if is_secret(name)),
             busy_limit_s=_BUSY_LIMIT_GPU_S if on_gpu else _BUSY_LIMIT_CPU_S,
         )
 

@@ -41,8 +41,7 @@ class RotatedFile:
     def write(self, data: bytes) -> None:
         """Append `data`, which should end with a line."""
         if self._moved():
-            os.close(self._fd)
-            self._fd = self._open()
+            self._reopen()
         if os.fstat(self._fd).st_size + len(data) > self._max_bytes:
             self._rotate()
         os.write(self._fd, data)
@@ -55,6 +54,10 @@ class RotatedFile:
 
     def _open(self) -> int:
         return os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o640)
+
+    def _reopen(self) -> None:
+        self.close()
+        self._fd = self._open()
 
     def _moved(self) -> bool:
         try:
@@ -81,8 +84,7 @@ class RotatedFile:
                 os.replace(self.path, self._numbered(1))
         finally:
             os.close(lock)
-        os.close(self._fd)
-        self._fd = self._open()
+        self._reopen()
 
 
 class EngineLog:

@@ -26,6 +26,7 @@ from flexinfer.engines.launch import Launch, new_launch_id
 from flexinfer.engines.logs import EngineLog
 from flexinfer.engines.spec import EngineSpec, LaunchPlan
 from flexinfer.engines.sweep import sweep_orphans
+from flexinfer.engines.vram import VramWatch
 
 _PROBE_TIMEOUT_S = 2.0
 # Readiness is asked for often at first, for engines that load in a moment, then less: loading on a
@@ -42,7 +43,9 @@ _log = logging.getLogger(__name__)
 class Engine:
     """One start of one engine. It does not start again: make another.
 
-    Created in the event loop that uses it. `launch_id` identifies the start on this machine.
+    Created in the event loop that uses it. `launch_id` identifies the start on this machine. With
+    `vram`, a stop also waits until the GPUs have their memory back; `vram_kept` says if they did
+    not in time.
     """
 
     def __init__(
@@ -52,13 +55,17 @@ class Engine:
         plan: LaunchPlan,
         log: EngineLog,
         launch_id: str | None = None,
+        *,
+        vram: VramWatch | None = None,
     ) -> None:
         self.spec = spec
         self.plan = plan
         self.launch_id = launch_id or new_launch_id()
         self.started_in_s: float | None = None
+        self.vram_kept: str | None = None
         self._backend = backend
         self._engine_log = log
+        self._vram = vram
         self._launch = Launch(
             self.launch_id,
             log.feed,
@@ -175,6 +182,8 @@ class Engine:
             raise EngineStartError(f"left from an earlier start: {error}") from error
         if killed:
             _log.warning("ended %d processes that an earlier start left behind", len(killed))
+        if self._vram is not None:
+            self._vram.remember()
         self._engine_log.clear()
         self._engine_log.note(f"starting {Path(self.plan.argv[0]).name} on {self.url}")
         await self._launch.spawn(self.plan.argv, self.plan.env, self.plan.cwd)
@@ -242,12 +251,16 @@ class Engine:
     async def _stop(self, grace_s: float | None) -> None:
         try:
             await self._launch.stop(grace_s=grace_s)
+            if self._vram is not None and self.pid is not None:
+                self.vram_kept = await self._vram.wait_back()
         finally:
             if self._client is not None:
                 await self._client.close()
             self._engine_log.flush()
             if self.exited.done() and self.pid is not None:
                 self._engine_log.note(f"stopped: {self.exited.result()}")
+            if self.vram_kept is not None:
+                self._engine_log.note(self.vram_kept)
 
 
 def _cpu_seconds(pid: int | None) -> float:
