@@ -30,12 +30,14 @@ class Stores:
 
     `node_local` are the roots for strategy NodeLocal, the first that has the weights is used;
     `memory` is the root for Memory. Below them comes the namespace, unless `by_namespace` is
-    False, as in a pod that has only its own namespace mounted.
+    False, as in a pod that has only its own namespace mounted. `claims` is where claims are mounted
+    that nobody named a directory for.
     """
 
     node_local: Sequence[Path] = field(default_factory=_node_local)
     memory: Path = Path("/dev/shm/flexinfer")
     by_namespace: bool = True
+    claims: Path = Path("/mnt/claims")
 
     def roots(self, cache: ModelCache) -> list[Path]:
         """The directories below which a cache of strategy NodeLocal or Memory lies."""
@@ -153,7 +155,7 @@ def _cache_places(
         if claim_name is None:
             yield NoPlace(f"{label} (its claim would have to be made, which needs a cluster)")
         else:
-            yield _in_claim(claim_name, cache.model_path, claims, label, wanted)
+            yield _in_claim(claim_name, cache.model_path, claims, stores, label, wanted)
     for root in stores.roots(cache):
         yield Place(root / cache.model_path, f"{label}, {cache.spec.strategy}", root, wanted)
     source = cache.spec.parsed_source
@@ -165,15 +167,23 @@ def _cache_places(
     elif source.scheme == "file":
         yield Place(Path(source.path), f"{label}, source", None, wanted)
     elif source.scheme == "pvc" and source.claim is not None:
-        yield _in_claim(source.claim, source.path, claims, f"{label}, source", wanted)
+        yield _in_claim(source.claim, source.path, claims, stores, f"{label}, source", wanted)
 
 
 def _in_claim(
-    claim: str, path: str, claims: Mapping[str, Path], label: str, wanted: tuple[str, ...]
+    claim: str,
+    path: str,
+    claims: Mapping[str, Path],
+    stores: Stores,
+    label: str,
+    wanted: tuple[str, ...],
 ) -> Place | NoPlace:
     directory = claims.get(claim)
     if directory is None:
-        return NoPlace(f"{label} (claim {claim} has no directory here: --claim {claim}=DIR)")
+        directory = stores.claims / claim
+        if not directory.is_dir():
+            text = f"{label} (no {directory}, and no other directory for it: --claim {claim}=DIR)"
+            return NoPlace(text)
     return Place(directory / path, f"{label}, claim {claim}", directory, wanted, directory)
 
 

@@ -228,7 +228,6 @@ def model_args(
         "model": spec.model,
         "block": _sorted(spec.block.model_dump(mode="json", by_alias=True, exclude_defaults=True)),
         "gpus": spec.gpus,
-        "pretended_gpus": settings.pretended_gpus and spec.gpus > 0,
         "nodes": None if nodes is None else sorted(nodes),
         "caches": [{"name": cache.name, "spec": _cache_spec(cache)} for cache in used],
         "cache": spec.model_cache_ref,
@@ -244,7 +243,7 @@ def model_args(
     return {
         key: value
         for key, value in args.items()
-        if value is not None and (key in kept or value not in ("", False, [], {}))
+        if value is not None and (key in kept or value not in ([], {}))
     }
 
 
