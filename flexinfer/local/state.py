@@ -12,6 +12,7 @@ import json
 import os
 import shutil
 import tempfile
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,7 +49,13 @@ def runtime_dir() -> Path:
 
     Raises `LocalError` if it is somebody else's."""
     named = os.environ.get(RUNTIME_DIR_VARIABLE)
-    path = Path(named) if named else user_runtime_path("flexinfer", appauthor=False)
+    if named:
+        path = Path(named)
+    else:
+        with warnings.catch_warnings():
+            # It warns where no login session has made a directory; the one in /tmp does.
+            warnings.simplefilter("ignore")
+            path = user_runtime_path("flexinfer", appauthor=False)
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     # What stands in a state file is believed, and its working directory is removed in the end.
     if path.stat().st_uid != os.getuid():

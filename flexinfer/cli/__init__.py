@@ -1,0 +1,1 @@
+"""The `flexinfer` command; one file a subcommand."""
