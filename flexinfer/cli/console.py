@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
-from flexinfer.api import ManifestErrors, ManifestProblem, Notice
 from flexinfer.local.errors import LocalError
+
+# The resources take a second to import on a small machine, and half of the subcommands need none.
+if TYPE_CHECKING:
+    from flexinfer.api import ManifestProblem, Notice
 
 FAILURE = 1
 INVALID = 2
@@ -41,10 +45,14 @@ def errors_to_exit() -> Iterator[None]:
     not validate, 1 for everything else. A program error stays a traceback."""
     try:
         yield
-    except ManifestErrors as error:
-        for text in problem_lines(error.errors):
-            err.print(text)
-        raise typer.Exit(INVALID) from None
     except LocalError as error:
         err.print(line("error", "bold red", error))
         raise typer.Exit(FAILURE) from None
+    except Exception as error:
+        from flexinfer.api import ManifestErrors
+
+        if not isinstance(error, ManifestErrors):
+            raise
+        for text in problem_lines(error.errors):
+            err.print(text)
+        raise typer.Exit(INVALID) from None

@@ -6,15 +6,16 @@ import asyncio
 import json
 from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-import yaml
 
 from flexinfer.cli import console
 from flexinfer.cli.options import Url
-from flexinfer.local.gateway import Gateway, ModelStatus
 from flexinfer.local.state import find
+
+if TYPE_CHECKING:
+    from flexinfer.local.gateway import ModelStatus
 
 app = typer.Typer(no_args_is_help=True, help="Show what a running instance serves.")
 
@@ -49,6 +50,8 @@ def models(
         case Output.JSON:
             print(json.dumps({"models": [model.raw for model in found]}, indent=2))
         case Output.YAML:
+            import yaml
+
             data = {"models": [dict(model.raw) for model in found]}
             print(yaml.safe_dump(data, sort_keys=False, allow_unicode=True), end="")
         case _:
@@ -60,11 +63,13 @@ def models(
 
 
 async def _fetch(url: str) -> list[ModelStatus]:
+    from flexinfer.local.gateway import Gateway
+
     async with Gateway(url) as gateway:
         return await gateway.models()
 
 
-Column = Callable[[ModelStatus], object]
+Column = Callable[["ModelStatus"], object]
 
 
 def table(models: Sequence[ModelStatus], columns: Mapping[str, Column]) -> str:

@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -16,8 +16,10 @@ from flexinfer.cli.options import Url
 from flexinfer.engines.logs import log_path
 from flexinfer.local import logfiles
 from flexinfer.local.errors import GatewayError, LocalError
-from flexinfer.local.gateway import Gateway, ModelStatus
 from flexinfer.local.state import State, find
+
+if TYPE_CHECKING:
+    from flexinfer.local.gateway import ModelStatus
 
 _LOOK_S = 0.25
 
@@ -55,6 +57,8 @@ def logs(
 async def _path_of(state: State, name: str) -> Path:
     if state.log_dir is None:
         raise LocalError(f"the engines of {state.url} write their logs on the cluster's nodes")
+    from flexinfer.local.gateway import Gateway
+
     directory = Path(state.log_dir)
     async with Gateway(state.url) as gateway:
         try:

@@ -8,7 +8,6 @@ from typing import Annotated
 
 import typer
 
-from flexinfer.api import read_manifests
 from flexinfer.cli import console
 from flexinfer.cli.options import (
     Claims,
@@ -19,7 +18,6 @@ from flexinfer.cli.options import (
     Port,
     parse_claims,
 )
-from flexinfer.translate import ServeSettings, render_serve, serve_config
 
 app = typer.Typer(no_args_is_help=True, help="Print manifests in another form.")
 
@@ -43,6 +41,9 @@ def serve(
     ] = None,
 ) -> None:
     """Print the config that `serve deploy` takes. It does not depend on this machine."""
+    from flexinfer.api import read_manifests
+    from flexinfer.translate import ServeSettings, render_serve, serve_config
+
     claims = parse_claims(claim)
     roots = [root.absolute() for root in models_dir or ()]
     with console.errors_to_exit():

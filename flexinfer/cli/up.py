@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import signal
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from flexinfer.cli import console
-from flexinfer.cli.demo import demo_manifest
 from flexinfer.cli.options import Claims, CorsOrigins, Host, ModelsDirs, Port, parse_claims
-from flexinfer.cli.reporter import Reporter
-from flexinfer.local.instance import Instance, Options
+
+if TYPE_CHECKING:
+    from flexinfer.cli.reporter import Reporter
+    from flexinfer.local.instance import Options
 
 
 def up(
@@ -58,6 +59,10 @@ def up(
     Ends with 0 after SIGTERM, with 130 after Ctrl-C; with 2 if the manifests do not validate, with
     1 if something else fails. A second Ctrl-C does not wait for anything.
     """
+    from flexinfer.cli.demo import demo_manifest
+    from flexinfer.cli.reporter import Reporter
+    from flexinfer.local.instance import Options
+
     claims = parse_claims(claim)
     with console.errors_to_exit():
         options = Options(
@@ -78,6 +83,8 @@ def up(
 
 async def _run(options: Options, reporter: Reporter) -> int | None:
     """Serve until a signal; returns the first one."""
+    from flexinfer.local.instance import Instance
+
     instance = Instance(options, reporter)
     received: list[int] = []
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from flexinfer.api import read_manifests
 from flexinfer.cli import console
 from flexinfer.cli.options import Paths
 
 
 def validate(paths: Paths) -> None:
     """Check manifests. Prints every problem and warning; ends with 2 if there is a problem."""
+    from flexinfer.api import read_manifests
+
     with console.errors_to_exit():
         manifests = read_manifests(paths)
     for text in console.notice_lines(manifests.notices):
