@@ -86,7 +86,7 @@ def check_shards(directory: Path) -> None:
         if not index.is_file():
             continue
         try:
-            shards = set(json.loads(index.read_bytes())["weight_map"].values())
+            shards = {str(shard) for shard in json.loads(index.read_bytes())["weight_map"].values()}
         except (ValueError, KeyError, AttributeError, TypeError):
             # An index that cannot be read is the engine's to explain, in its own words.
             continue

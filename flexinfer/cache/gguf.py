@@ -67,11 +67,7 @@ def choose(directory: Path, wanted: Sequence[str] = ()) -> Gguf | None:
         for path in files_below(directory)
         if path.suffix.lower() == ".gguf" and not _NOT_A_MODEL.match(path.name)
     )
-    for pattern in wanted:
-        matching = [path for path in found if _matches(path, directory, pattern)]
-        if matching:
-            found = matching
-            break
+    found = next(filter(None, (_matching(found, directory, name) for name in wanted)), found)
     # Shards of one model are one choice, whichever of them was found first.
     stems: dict[Path, Path] = {}
     for path in found:
@@ -90,9 +86,11 @@ def choose(directory: Path, wanted: Sequence[str] = ()) -> Gguf | None:
     return whole_model(next(iter(stems.values())))
 
 
-def _matches(path: Path, directory: Path, pattern: str) -> bool:
-    inner = path.relative_to(directory).as_posix()
-    return pattern in (inner, path.name) or fnmatch(inner, pattern) or fnmatch(path.name, pattern)
+def _matching(paths: Sequence[Path], directory: Path, wanted: str) -> list[Path]:
+    """Those that are called `wanted`, or else fit it as a pattern: `[` is legal in a name."""
+    names = {path: (path.relative_to(directory).as_posix(), path.name) for path in paths}
+    exact = [path for path in paths if wanted in names[path]]
+    return exact or [path for path in paths if any(fnmatch(name, wanted) for name in names[path])]
 
 
 def _described(path: Path, directory: Path) -> str:
