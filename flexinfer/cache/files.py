@@ -35,7 +35,11 @@ def check_inside(path: Path, root: Path, *, also: Iterable[Path] = ()) -> None:
     Raises:
         PathEscapes: it is not.
     """
-    target = path.resolve()
+    try:
+        target = path.resolve()
+    except RuntimeError:
+        # A link that leads to itself leads nowhere else; looking at it will say so.
+        return
     for allowed in (root, *also):
         if target.is_relative_to(allowed.resolve()):
             return
@@ -44,8 +48,13 @@ def check_inside(path: Path, root: Path, *, also: Iterable[Path] = ()) -> None:
 
 def files_below(directory: Path) -> Iterator[Path]:
     """Files that belong to weights, in no order: hidden ones and caches of Python are left out.
-    Links to files count, links to directories are not followed."""
-    for here, folders, names in os.walk(directory):
+    Links to files count, links to directories are not followed. Raises OSError for a directory
+    that cannot be read: weights that are half seen are not the weights."""
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    for here, folders, names in os.walk(directory, onerror=fail):
         folders[:] = [name for name in folders if name[0] != "." and name != "__pycache__"]
         for name in names:
             if name[0] != "." and not name.endswith(".incomplete"):

@@ -75,6 +75,7 @@ def locate(
         PathEscapes: the place leads out of the directory that it belongs to.
     """
     tried: list[str] = []
+    weights: Weights | str
     for place in places(
         model,
         namespace=namespace,
@@ -93,7 +94,10 @@ def locate(
                 tried.append(found)
                 continue
             place = found
-        weights = _look(place, backend, roots)
+        try:
+            weights = _look(place, backend, roots)
+        except OSError as error:
+            weights = error.strerror or type(error).__name__
         if isinstance(weights, Weights):
             return weights
         tried.append(f"{place.path} ({place.why}: {weights})")

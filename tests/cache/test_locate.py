@@ -95,7 +95,7 @@ class TestCaches:
         assert find("m", caches=caches, cache_ref="b").path == file
 
     def test_that_does_not_exist_is_named(self, find: Find) -> None:
-        with pytest.raises(ModelNotFound, match="ModelCache nope .*namespace default"):
+        with pytest.raises(ModelNotFound, match=r"ModelCache nope .*namespace default"):
             find("m", cache_ref="nope")
 
     def test_node_local_lies_in_the_first_store_that_has_it(
@@ -267,6 +267,12 @@ class TestNotFound:
         finally:
             (tmp_path / "models" / "m").chmod(0o755)
 
+    def test_a_link_that_leads_to_itself_is_no_crash(self, tmp_path: Path, find: Find) -> None:
+        (tmp_path / "m").symlink_to(tmp_path / "m")
+        for model in ("m", f"{tmp_path}/m"):
+            with pytest.raises(ModelNotFound):
+                find(model, roots=[tmp_path])
+
     def test_a_name_that_no_file_can_have_is_no_crash(self, tmp_path: Path, find: Find) -> None:
         with pytest.raises(ModelNotFound, match="too long"):
             find("x" * 300, roots=[tmp_path])
@@ -322,7 +328,7 @@ def test_shards_that_an_index_names_must_be_there(tmp_path: Path, find: Find) ->
     index = '{"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}'
     write(tmp_path / "m" / "model.safetensors.index.json", index)
     write(tmp_path / "m" / "model-1.safetensors")
-    with pytest.raises(IncompleteWeights, match="missing: model-2.safetensors"):
+    with pytest.raises(IncompleteWeights, match=r"missing: model-2\.safetensors"):
         find(f"{tmp_path}/m", backend="vllm")
     write(tmp_path / "m" / "model-2.safetensors")
     assert find(f"{tmp_path}/m", backend="vllm").path == tmp_path / "m"
