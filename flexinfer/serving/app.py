@@ -7,8 +7,10 @@ from typing import Any
 from ray import serve
 from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
+from ray.serve.handle import DeploymentHandle
 
 from flexinfer.serving.args import (
+    ENTRY_DEPLOYMENT,
     GATEWAY_DEPLOYMENT,
     MODEL_DEPLOYMENT,
     GatewayArgs,
@@ -16,6 +18,17 @@ from flexinfer.serving.args import (
 )
 from flexinfer.serving.gateway import NODE_LABEL, Gateway
 from flexinfer.serving.server import ModelServer
+
+
+class Entry:
+    """The first deployment of a model's application, which never has a replica.
+
+    Every application needs an ingress deployment. Were it the ModelServer, Ray would give each
+    engine's replica an HTTP port and a drain period that nobody uses, and refuse its router.
+    """
+
+    def __init__(self, server: DeploymentHandle) -> None:
+        raise RuntimeError("an entry has no replicas: requests go through the gateway")
 
 
 def build_model(args: dict[str, Any]) -> Application:
@@ -31,10 +44,14 @@ def build_model(args: dict[str, Any]) -> Application:
         name=MODEL_DEPLOYMENT,
         ray_actor_options=actor,
         request_router_config=RequestRouterConfig(
-            request_router_class="flexinfer.serving.replicas:LeaseRouter"
+            request_router_class="flexinfer.serving.router:LeaseRouter"
         ),
     )(ModelServer)
-    return deployment.bind(model.model_dump(mode="json"))
+    return serve.deployment(
+        name=ENTRY_DEPLOYMENT,
+        ray_actor_options={"num_cpus": 0},
+        autoscaling_config={"min_replicas": 0, "initial_replicas": 0, "max_replicas": 1},
+    )(Entry).bind(deployment.bind(model.model_dump(mode="json")))
 
 
 def build_gateway(args: dict[str, Any]) -> Application:

@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field
 GATEWAY_APP = "flexinfer-gateway"
 GATEWAY_DEPLOYMENT = "Gateway"
 MODEL_DEPLOYMENT = "ModelServer"
+ENTRY_DEPLOYMENT = "Entry"
 
 
 class _Data(BaseModel):

@@ -3,6 +3,9 @@
 The gateway's application brings the gateways' reports and lets the scheduler decide; each model's
 application tells what Ray knows of it and returns its target. A model's target can thus change in
 the tick in which another's does. No policy here does I/O or waits.
+
+Ray pickles a policy's module by value (seen in 2.60): what is shared must be reached through
+another module, or every policy has a copy of its own.
 """
 
 from __future__ import annotations
@@ -10,8 +13,8 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from flexinfer.serving.args import ModelPolicyArgs
-from flexinfer.serving.registry import REGISTRY
+from flexinfer.serving import registry
+from flexinfer.serving.args import MODEL_DEPLOYMENT, ModelPolicyArgs
 from flexinfer.serving.reports import decode, merge
 
 _log = logging.getLogger("ray.serve")
@@ -41,10 +44,10 @@ class GatewayPolicy:
                 if series:
                     stats.setdefault(replica, {})[name] = series[-1].value
         if any("|" in name for values in stats.values() for name in values):
-            REGISTRY.report(merge(decode(values) for values in stats.values()))
+            registry.REGISTRY.report(merge(decode(values) for values in stats.values()))
 
     def _decide(self) -> None:
-        for name, target in REGISTRY.decide().items():
+        for name, target in registry.REGISTRY.decide().items():
             text = f"{target.replicas} ({target.reason}: {target.message})"
             if self._reasons.get(name, "").split(":")[0] != text.split(":")[0]:
                 _log.info("flexinfer: target of %s is %s", name, text)
@@ -60,11 +63,14 @@ class ModelPolicy:
     def __call__(self, contexts: _Contexts) -> _Decisions:
         targets = {}
         for deployment, context in contexts.items():
-            REGISTRY.model(
+            if context.deployment_name != MODEL_DEPLOYMENT:
+                targets[deployment] = 0
+                continue
+            registry.REGISTRY.model(
                 self._args,
                 target=context.target_num_replicas,
                 running=context.current_num_replicas,
                 ongoing=context.total_num_requests,
             )
-            targets[deployment] = REGISTRY.target(self._args.model)
+            targets[deployment] = registry.REGISTRY.target(self._args.model)
         return targets, {}

@@ -1,25 +1,21 @@
 """Which replicas a model has: learnt from Serve's own request router, without asking anybody.
 
 Serve tells every holder of a deployment's handle about its replicas by long poll, and hands them
-to the deployment's request router, whose class is ours to choose. `LeaseRouter` passes them on to
-whoever watches in this process. `ping` calls, the only ones made through the handle, go anywhere.
+to the deployment's request router, whose class is ours to choose: `router.LeaseRouter`, which
+passes them on to here, where whoever watches in this process is told.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from ray import serve
 from ray.serve.handle import DeploymentHandle
-from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
 from flexinfer.serving.args import MODEL_DEPLOYMENT
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -39,21 +35,12 @@ _watchers: dict[str, tuple[asyncio.AbstractEventLoop, _Watcher]] = {}
 _last: dict[str, tuple[SeenReplica, ...]] = {}
 
 
-class LeaseRouter(RequestRouter):  # type: ignore[misc]  # ray is untyped here
-    """Routes like nobody cares, and tells watchers which replicas there are."""
-
-    def update_replicas(self, replicas: Sequence[RunningReplica]) -> None:
-        super().update_replicas(list(replicas))
-        seen = tuple(_seen(replica) for replica in replicas)
-        _last[self.app_name] = seen
-        _tell(self.app_name, seen)
-
-    async def choose_replicas(
-        self,
-        candidate_replicas: list[RunningReplica],
-        pending_request: PendingRequest | None = None,
-    ) -> list[list[RunningReplica]]:
-        return [candidate_replicas]
+def tell(app: str, seen: tuple[SeenReplica, ...]) -> None:
+    """Called from the router's own thread, whichever that is, with all running replicas."""
+    _last[app] = seen
+    if app in _watchers:
+        loop, watcher = _watchers[app]
+        loop.call_soon_threadsafe(watcher, seen)
 
 
 async def watch(app: str, watcher: _Watcher) -> DeploymentHandle:
@@ -71,27 +58,11 @@ async def watch(app: str, watcher: _Watcher) -> DeploymentHandle:
     response: Any = handle.ping.remote()
     response.cancel()
     if app in _last:
-        _tell(app, _last[app])
+        watcher(_last[app])
     return handle
 
 
 def unwatch(app: str) -> None:
+    """Forget the application and its replicas: a new one of this name begins with none."""
     _watchers.pop(app, None)
-
-
-def _tell(app: str, seen: tuple[SeenReplica, ...]) -> None:
-    if app in _watchers:
-        loop, watcher = _watchers[app]
-        # The router may live in a loop and thread of Serve's own.
-        loop.call_soon_threadsafe(watcher, seen)
-
-
-def _seen(replica: RunningReplica) -> SeenReplica:
-    metadata = replica.replica_metadata
-    return SeenReplica(
-        id=replica.replica_id.unique_id,
-        node=metadata["node"],
-        host=metadata["host"],
-        port=metadata["port"],
-        key=metadata["key"],
-    )
+    _last.pop(app, None)
