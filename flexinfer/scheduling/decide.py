@@ -9,9 +9,11 @@ The rules, in a user's words:
    then who has waited longest. Free GPUs are used before anybody gives way.
 4. For a waiter that found no room, idle models give way on one node where it can run: only as many
    as are needed, lowest priority first, then the longest idle. A model with running or queued
-   requests never gives way here, nor one that holds its minimum against an equal or lower priority.
+   requests, or one that a user is having loaded, never gives way here, nor one that holds its
+   minimum against an equal or lower priority. Who is asked for by nobody waits for free GPUs.
 5. An idle model with ``minReplicas: 0`` goes after its idle timeout.
-6. A model whose activation failed is not tried again before its back-off has passed.
+6. A model whose activation failed is not tried again before its back-off has passed; what it
+   serves with meanwhile stays.
 """
 
 from __future__ import annotations
@@ -51,25 +53,34 @@ def decide(nodes: Sequence[Node], models: Iterable[Model]) -> Decision:
     """
     room = _Room(nodes)
     targets: dict[str, Target] = {}
-    stay: list[Model] = []
-    waiting: list[tuple[Model, int, Reason]] = []
+    wishes: list[tuple[Model, int, Reason]] = []
+    held: dict[str, list[str]] = {}
     for model in sorted(models, key=_firmness):
         settled = _settled(model, nodes)
         if settled is not None:
             targets[model.name] = settled
             continue
         wish, reason = _wish(model)
+        wishes.append((model, wish, reason))
         # The target counts, not what still runs: a model that is draining has given its GPUs away.
-        placement = room.keep(model, min(wish, model.target))
+        held[model.name] = room.hold(model, min(wish, model.target))
+    stay: list[Model] = []
+    waiting: list[tuple[Model, int, Reason]] = []
+    # Only now the replicas that are on no node yet: they must not get a GPU that is in use.
+    for model, wish, reason in wishes:
+        placement = held[model.name]
+        room.fill(model, placement, min(wish, model.target))
         kept = len(placement)
-        targets[model.name] = Target(kept, reason, placement=placement)
+        targets[model.name] = Target(kept, reason, placement=tuple(placement))
         if kept:
             stay.append(model)
-        if wish > kept:
+        if wish > kept and model.demand.retry_in_s <= 0:
             waiting.append((model, wish, reason))
     waiting.sort(key=_urgency)
     for model, wish, reason in waiting:
-        targets[model.name] = _admit(model, wish, reason, room, stay, targets)
+        # Who has just given way comes back in another decision, when its GPUs are really free.
+        if targets[model.name].reason is not Reason.GIVES_WAY:
+            targets[model.name] = _admit(model, wish, reason, room, stay, targets)
     return Decision(targets)
 
 
@@ -77,7 +88,7 @@ def _settled(model: Model, nodes: Sequence[Node]) -> Target | None:
     """Targets that need no look at anybody else."""
     if model.parked:
         return Target(0, Reason.PARKED, "replicas is 0: no request wakes it")
-    if model.demand.retry_in_s > 0:
+    if model.demand.retry_in_s > 0 and not model.demand.busy:
         return Target(0, Reason.BACKING_OFF, f"next attempt in {model.demand.retry_in_s:.0f} s")
     never = unschedulable(model, nodes)
     if never is not None:
@@ -111,7 +122,7 @@ def _firmness(model: Model) -> tuple[bool, int, str]:
 
 def _urgency(entry: tuple[Model, int, Reason]) -> tuple[int, int, float, str]:
     model, _, reason = entry
-    rank = {Reason.MINIMUM: 0, Reason.CAPACITY_FREE: 2}.get(reason, 1)
+    rank = 0 if reason is Reason.MINIMUM else 1 if model.demand.wanted else 2
     return rank, -model.priority, -model.demand.oldest_wait_s, model.name
 
 
@@ -123,11 +134,11 @@ def _admit(
     stay: list[Model],
     targets: dict[str, Target],
 ) -> Target:
-    have = targets[model.name]
-    placement = list(have.placement)
+    placement = list(targets[model.name].placement)
+    may_evict = model.demand.wanted or reason is Reason.MINIMUM
     while len(placement) < wish:
         node = room.take(model)
-        if node is None and not placement and reason is not Reason.CAPACITY_FREE:
+        if node is None and not placement and may_evict:
             node = _make_room(model, room, stay, targets)
         if node is None:
             break
@@ -149,13 +160,19 @@ def _make_room(
         leaving: list[Model] = []
         free = room.free[node.id]
         holders = [m for m in stay if node.id in targets[m.name].placement and _may_go(m, model)]
+        gains = {m.name: m.gpus * targets[m.name].placement.count(node.id) for m in holders}
         for holder in sorted(holders, key=lambda m: (m.priority, -m.demand.idle_s, m.name)):
             if free >= model.gpus:
                 break
             leaving.append(holder)
-            free += holder.gpus * targets[holder.name].placement.count(node.id)
+            free += gains[holder.name]
         if free < model.gpus:
             continue
+        # A large one that came last may have made room enough without some that came before.
+        for holder in reversed(leaving.copy()):
+            if free - gains[holder.name] >= model.gpus:
+                leaving.remove(holder)
+                free -= gains[holder.name]
         cost = (
             max((m.priority for m in leaving), default=-1),
             len(leaving),
@@ -178,7 +195,7 @@ def _make_room(
 def _may_go(holder: Model, waiter: Model) -> bool:
     if holder.gpus == 0 or holder.name == waiter.name:
         return False
-    if holder.demand.busy or holder.demand.queued:
+    if holder.demand.wanted:
         return False
     return not (holder.min_replicas and holder.priority >= waiter.priority)
 
@@ -190,19 +207,20 @@ class _Room:
         self.nodes = sorted(nodes, key=lambda node: node.id)
         self.free = {node.id: node.slots for node in self.nodes}
 
-    def keep(self, model: Model, count: int) -> tuple[str, ...]:
-        """Count the GPUs that ``count`` replicas of a model hold already."""
+    def hold(self, model: Model, count: int) -> list[str]:
+        """Count the GPUs that at most ``count`` replicas of a model hold already; their nodes."""
         placed: list[str] = []
-        for replica in model.running[:count]:
-            if replica.node is not None and self.free.get(replica.node, -1) >= model.gpus:
-                self.free[replica.node] -= model.gpus
-                placed.append(replica.node)
-        while len(placed) < count:
-            node = self.take(model)
-            if node is None:
-                break
+        for replica in model.running:
+            node = replica.node
+            if len(placed) < count and node is not None and self.free.get(node, -1) >= model.gpus:
+                self.free[node] -= model.gpus
+                placed.append(node)
+        return placed
+
+    def fill(self, model: Model, placed: list[str], count: int) -> None:
+        """Add nodes to ``placed`` until it has ``count``, or there is no room."""
+        while len(placed) < count and (node := self.take(model)) is not None:
             placed.append(node)
-        return tuple(placed)
 
     def take(self, model: Model) -> str | None:
         """The fullest node that still has room (so that large models find theirs), or None."""
