@@ -64,8 +64,8 @@ class Backend(Protocol):
     def ready_line(self, line: str) -> bool:
         """Whether a line of output says that asking `is_ready` is worth while now."""
 
-    def explain(self, status: ExitStatus, lines: Sequence[str]) -> str:
-        """Return in one line why the engine ended, from its exit and its last lines."""
+    def explain(self, plan: LaunchPlan, status: ExitStatus, lines: Sequence[str]) -> str:
+        """Return in one line why the engine ended, from its exit, its last lines and its files."""
 
     def port_taken(self, lines: Sequence[str]) -> bool:
         """Whether its last lines say that it could not listen on its port."""

@@ -12,7 +12,7 @@ from typing import ClassVar
 import aiohttp
 
 from flexinfer.api.blocks import LlamaCppBlock
-from flexinfer.engines import executables
+from flexinfer.engines import executables, gguf
 from flexinfer.engines.environment import base_env, is_secret
 from flexinfer.engines.errors import EngineConfigError, EngineNotFound, ExitStatus
 from flexinfer.engines.gpus import MASK, OTHER_MASKS, Devices, device_env
@@ -58,6 +58,7 @@ _FATAL: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"exiting due to (.+)", r"\1"),
     )
 )
+_VAGUE = len(_FATAL) - 3  # from here on they say that it failed, not why
 _READY = re.compile(r"model loaded|listening on http")
 _PORT_TAKEN = re.compile(r"couldn't bind HTTP server socket")
 _SPLIT_FILE = re.compile(r"-(\d{5})-of-\d{5}\.gguf$")
@@ -129,6 +130,7 @@ class LlamaCpp:
             argv=tuple(flags.argv),
             env=env,
             cwd=model.parent,
+            model=model,
             port=port,
             warnings=tuple(flags.notices),
             secrets=tuple(name for name in env if is_secret(name)),
@@ -159,9 +161,14 @@ class LlamaCpp:
         """See `Backend.ready_line`."""
         return _READY.search(line) is not None
 
-    def explain(self, status: ExitStatus, lines: Sequence[str]) -> str:
-        """See `Backend.explain`: the most telling of its last lines."""
+    def explain(self, plan: LaunchPlan, status: ExitStatus, lines: Sequence[str]) -> str:
+        """See `Backend.explain`: the most telling of its last lines, or else what its file says."""
         ranked = [found for found in map(_rank, lines) if found is not None]
+        if ranked and min(ranked)[0] < _VAGUE:
+            return min(ranked)[1]
+        # It writes its log from a thread of its own, and may exit before the last lines are out.
+        if status.code == 1 and (reason := gguf.fault(plan.model)):
+            return reason
         if ranked:
             return min(ranked)[1]
         for number, text in _SIGNALS.items():

@@ -60,11 +60,11 @@ class Engine:
     ) -> None:
         self.spec = spec
         self.plan = plan
+        self.log = log
         self.launch_id = launch_id or new_launch_id()
         self.started_in_s: float | None = None
         self.vram_kept: str | None = None
         self._backend = backend
-        self._engine_log = log
         self._vram = vram
         self._launch = Launch(
             self.launch_id,
@@ -114,12 +114,12 @@ class Engine:
         After any of them, and after a cancellation, no process is left.
         """
         began = time.monotonic()
-        forget = self._engine_log.listen(self._hear)
+        forget = self.log.listen(self._hear)
         try:
             async with asyncio.timeout(timeout_s):
                 await self._start()
         except TimeoutError:
-            tail = self._engine_log.tail()
+            tail = self.log.tail()
             await self.stop()
             raise EngineStartTimeout(f"not ready within {timeout_s:g} s", log_tail=tail) from None
         except BaseException:
@@ -184,8 +184,8 @@ class Engine:
             _log.warning("ended %d processes that an earlier start left behind", len(killed))
         if self._vram is not None:
             self._vram.remember()
-        self._engine_log.clear()
-        self._engine_log.note(f"starting {Path(self.plan.argv[0]).name} on {self.url}")
+        self.log.clear()
+        self.log.note(f"starting {Path(self.plan.argv[0]).name} on {self.url}")
         await self._launch.spawn(self.plan.argv, self.plan.env, self.plan.cwd)
         ready = asyncio.get_running_loop().create_task(self._until_ready())
         try:
@@ -228,9 +228,12 @@ class Engine:
     async def _failure(self) -> EngineStartError:
         """Say why the start has failed. Its first bad line is seldom its best: hear it out."""
         await asyncio.wait([self.exited], timeout=_LAST_WORDS_S)
-        tail = self._engine_log.tail()
+        tail = self.log.tail()
         status = self.exited.result() if self.exited.done() else None
-        reason = self._backend.explain(status, tail) if status else self._fatal.result()
+        if status is None:
+            reason = self._fatal.result()
+        else:
+            reason = await asyncio.to_thread(self._backend.explain, self.plan, status, tail)
         kind = EnginePortTaken if self._backend.port_taken(tail) else EngineStartError
         return kind(reason, log_tail=tail, exit=status)
 
@@ -238,7 +241,7 @@ class Engine:
 
     def _raise_if_exited(self) -> None:
         if self.exited.done():
-            raise EngineExited(self.exited.result(), log_tail=self._engine_log.tail())
+            raise EngineExited(self.exited.result(), log_tail=self.log.tail())
 
     def _session(self) -> aiohttp.ClientSession:
         if self._client is None:
@@ -256,11 +259,11 @@ class Engine:
         finally:
             if self._client is not None:
                 await self._client.close()
-            self._engine_log.flush()
+            self.log.flush()
             if self.exited.done() and self.pid is not None:
-                self._engine_log.note(f"stopped: {self.exited.result()}")
+                self.log.note(f"stopped: {self.exited.result()}")
             if self.vram_kept is not None:
-                self._engine_log.note(self.vram_kept)
+                self.log.note(self.vram_kept)
 
 
 def _cpu_seconds(pid: int | None) -> float:

@@ -61,14 +61,16 @@ class Executable:
 class LaunchPlan:
     """One start, decided: nothing is looked up after this.
 
-    `argv[0]` is absolute, `env` the complete environment. `warnings` are settings that could not be
-    passed on as written. `secrets` names the variables in `env` whose values must not be shown.
+    `argv[0]` is absolute, `env` the complete environment, `model` the file or directory to load.
+    `warnings` are settings that could not be passed on as written. `secrets` names the variables in
+    `env` whose values must not be shown.
     `busy_limit_s` is how long an engine that works but does not answer still counts as alive.
     """
 
     argv: tuple[str, ...]
     env: Mapping[str, str] = field(repr=False)
     cwd: Path
+    model: Path
     port: int
     host: str = "127.0.0.1"
     warnings: tuple[Notice, ...] = ()

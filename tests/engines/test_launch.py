@@ -281,8 +281,8 @@ def test_sweep_finds_by_session_what_hides_its_environment(
     hidden = "import os, time; os.execve('/bin/sleep', ['sleep', '600'], {})"
     script = f"import os, sys, time\nif os.fork() == 0:\n    {hidden}\nwhile True: time.sleep(60)"
     owner = start_owner([sys.executable, "-c", script])
-    found = wait_until(lambda: len(pids := find(owner.launch_id)) == 3 and pids)
-    (hiding,) = [pid for pid in found if not environment_of(pid)]
+    members = wait_until(lambda: len(pids := find(owner.launch_id)) == 3 and pids)
+    (hiding,) = wait_until(lambda: [pid for pid in members if not environment_of(pid)])
     owner.process.send_signal(signal.SIGSTOP)
     os.kill(owner.launcher_pid, signal.SIGKILL)
     wait_until(lambda: not alive(owner.pid))

@@ -394,19 +394,29 @@ def test_fatal_lines(line: str, reason: str | None) -> None:
     assert LlamaCpp().fatal_line(line) == reason
 
 
-def test_the_most_telling_line_explains() -> None:
+def test_the_most_telling_line_explains(program: Any, weights: Path) -> None:
+    made = plan(program(), weights)
     lines = [
         "E llama_model_load: error loading model: llama_model_loader: failed to load model from /m",
         "E gguf_init_from_reader: failed to read magic",
         "E srv  llama_server: exiting due to model loading error",
     ]
     explain = LlamaCpp().explain
-    assert explain(ExitStatus(code=1), lines) == (
-        "the file is not GGUF (it is empty or cannot be read)"
-    )
-    assert "memory runs out" in explain(ExitStatus(signal=9), [])
-    assert "processor lacks" in explain(ExitStatus(signal=4), [])
-    assert explain(ExitStatus(code=3), ["hello"]) == "llama-server ended: exit code 3"
+    failed = ExitStatus(code=1)
+    assert explain(made, failed, lines) == "the file is not GGUF (it is empty or cannot be read)"
+    assert "memory runs out" in explain(made, ExitStatus(signal=9), [])
+    assert "processor lacks" in explain(made, ExitStatus(signal=4), [])
+    assert explain(made, ExitStatus(code=0), ["hello"]) == "llama-server ended: exit code 0"
+
+
+def test_the_file_explains_where_the_last_lines_are_missing(program: Any, weights: Path) -> None:
+    made = plan(program(), weights)
+    weights.write_bytes(b"hello")
+    lines = ["E srv  llama_server: exiting due to model loading error"]
+    explain = LlamaCpp().explain
+    assert explain(made, ExitStatus(code=1), lines) == f"{weights} is not a GGUF file"
+    weights.unlink()
+    assert "No such file" in explain(made, ExitStatus(code=1), [])
 
 
 # -- the rest
