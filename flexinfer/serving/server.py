@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,8 @@ class ModelServer:
         self._spec = _engine_spec(self._args)
         self._devices = assign(_assigned_gpus(), count_gpus())
         self._log_file = log_path(log_directory(), self._args.namespace, self._args.name)
-        self._engine_log = EngineLog(self._args.name, self._log_file)
+        # Serve turns sys.stdout into a log that it writes in lots of a thousand lines.
+        self._engine_log = EngineLog(self._args.name, self._log_file, stream=sys.__stdout__)
         self._engine: Engine | None = None
         self._status = ReplicaStatus(
             state=ReplicaState.STARTING, pid=os.getpid(), log_file=str(self._log_file)
