@@ -116,7 +116,8 @@ class LlamaCpp:
         flags.argv += ["--model", str(model), "--alias", spec.name]
         flags.ours("--offline")
         flags.ours("--no-ui", "--no-webui")
-        flags.ours("--slots", "--no-slots")  # what tells a working engine from a listening one
+        if not flags.has("--no-slots"):
+            flags.ours("--slots")  # what tells a working engine from a listening one
         flags.ours("--cors-origins", value="localhost")  # a web page must not reach it by itself
         on_gpu = self._devices(flags, devices, executable, env)
         if not on_gpu and block.context_size:
