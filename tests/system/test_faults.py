@@ -125,6 +125,10 @@ def kill_replica(up: Up, name: str) -> None:
     os.kill(up.model(name)["replicas"][0]["pid"], signal.SIGKILL)
 
 
+def wait_gone(pid: int) -> None:
+    wait_for(lambda: not psutil.pid_exists(pid), f"process {pid} is gone", 10)
+
+
 @pytest.mark.parametrize("kill", [kill_engine, kill_launcher, kill_replica])
 def test_a_stream_ends_with_an_error_when_its_engine_is_killed(up: Up, kill: Any) -> None:
     with up.serving(manifest("victim", fake={})):
@@ -136,7 +140,7 @@ def test_a_stream_ends_with_an_error_when_its_engine_is_killed(up: Up, kill: Any
         assert error["code"] == "engine_lost"
         assert up.chat("victim").status_code == 200
         assert up.engine_pid("victim") != first
-        wait_for(lambda: not psutil.pid_exists(first), "the killed engine is gone", 10)
+        wait_gone(first)
 
 
 def test_no_engine_outlives_a_replica_that_ray_kills(up: Up) -> None:
@@ -144,17 +148,16 @@ def test_no_engine_outlives_a_replica_that_ray_kills(up: Up) -> None:
         for way in ("ray.kill(actor)", "exit"):
             assert up.chat("killed").status_code == 200
             engine = up.engine_pid("killed")
-            replica = up.model("killed")["replicas"][0]
-            run_in_cluster(up, way, replica["id"])
-            wait_for(lambda: not psutil.pid_exists(engine), f"gone after {way}", 10)
+            run_in_cluster(up, way, up.model("killed")["replicas"][0]["id"])
+            wait_gone(engine)
 
 
 def run_in_cluster(up: Up, way: str, replica_id: str) -> None:
     """End a replica's actor from a driver of its own: by force, or from within."""
-    state = json.loads(up.run("get", "instance", "-o", "json").stdout)
+    environ, address = up.ray_driver()
     script = f"""
 import ray
-ray.init(address={state["rayAddress"]!r}, logging_level="ERROR")
+ray.init(address={address!r}, logging_level="ERROR")
 names = [a["name"] for a in ray.util.list_named_actors(all_namespaces=True)]
 name = next(n for n in names if {replica_id!r} in n)
 actor = ray.get_actor(name, namespace="serve")
@@ -168,7 +171,6 @@ if {way!r} == "exit":
 else:
     ray.kill(actor)
 """
-    environ = {**up.environ, **state["environment"]}
     done = subprocess.run(
         [sys.executable, "-c", script], env=environ, capture_output=True, text=True, timeout=120
     )

@@ -161,6 +161,15 @@ class Up:
                     found.append(process)
         return found
 
+    def ray_driver(self) -> tuple[dict[str, str], str]:
+        """Environment and address with which another program may join this run's Ray."""
+        for process in self.processes():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                for word in process.cmdline():
+                    if word.startswith("--gcs-address="):
+                        return process.environ(), word.partition("=")[2]
+        raise AssertionError("no process of Ray tells its address")
+
     def engines(self, name: str | None = None) -> list[int]:
         """Process ids of engines (of one model, or of all)."""
         found = []
