@@ -34,7 +34,7 @@ from flexinfer.engines.sweep import sweep
 
 # A command has to fit into the pipe, because nobody reads it before the launcher is up.
 _PIPE_BYTES = 1 << 20
-_LAUNCHER_ANSWERS_S = 10.0
+_LAUNCHER_ANSWERS_S = 60.0  # only a machine without any time to spare needs more than one
 
 _log = logging.getLogger(__name__)
 
@@ -119,6 +119,7 @@ class Launch:
         }
         message = json.dumps(command).encode() + b"\n"
         if len(message) > _PIPE_BYTES:
+            self._finish()
             raise EngineConfigError(
                 f"command line and environment take {len(message)} bytes, at most {_PIPE_BYTES}"
             )

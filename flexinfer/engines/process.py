@@ -162,13 +162,16 @@ class Engine:
     async def stop(self, *, grace_s: float | None = None) -> None:
         """End it and every process of it; return when none is left.
 
-        May be called in any state, also while `start` runs, and again. Cancelling the caller does
-        not cancel the stop. Raises `EngineStuck` if processes survive SIGKILL.
+        May be called in any state, also while `start` runs, and again, then with a shorter
+        `grace_s` than the first time. Cancelling the caller does not cancel the stop. Raises
+        `EngineStuck` if processes survive SIGKILL.
         """
         if not self._stop_asked.done():
             self._stop_asked.set_result(None)
         if self._stopping is None:
             self._stopping = asyncio.get_running_loop().create_task(self._stop(grace_s))
+        elif grace_s is not None and not self._stopping.done():
+            await self._launch.stop(grace_s=grace_s)
         await asyncio.shield(self._stopping)
 
     # -- start

@@ -125,6 +125,16 @@ async def test_stop_ends_grandchildren_that_ignore_it(workshop: Workshop) -> Non
     assert engine.exited.result() == ExitStatus(signal=signal.SIGKILL)
 
 
+async def test_a_second_stop_may_be_less_patient(workshop: Workshop) -> None:
+    engine = workshop.engine(FAKE_IGNORE_SIGTERM=1)
+    await engine.start(timeout_s=20)
+    patient = asyncio.create_task(engine.stop(grace_s=600))
+    await asyncio.sleep(0)
+    await engine.stop(grace_s=0)
+    await patient
+    assert find(engine.launch_id) == []
+
+
 async def test_says_that_its_port_is_taken(workshop: Workshop) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

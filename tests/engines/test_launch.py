@@ -13,7 +13,12 @@ from typing import Any
 import pytest
 from engine_helpers import alive, eventually, wait_until
 
-from flexinfer.engines.errors import EngineStartError, EngineStopped, ExitStatus
+from flexinfer.engines.errors import (
+    EngineConfigError,
+    EngineStartError,
+    EngineStopped,
+    ExitStatus,
+)
 from flexinfer.engines.launch import Launch, StopPolicy, new_launch_id
 from flexinfer.engines.launcher import LAUNCH_ID, environment_of, process_table
 from flexinfer.engines.sweep import find, orphans, sweep, sweep_orphans
@@ -125,6 +130,13 @@ async def test_says_why_a_program_cannot_be_run(tmp_path: Path, program: str, wo
         await started.spawn([program], ENV, Path("/"))
     await started.stop()
     assert find(started.launch_id) == []
+
+
+async def test_says_that_a_command_is_too_long() -> None:
+    started = launch()
+    with pytest.raises(EngineConfigError, match="at most 1048576"):
+        await started.spawn(["/bin/true", "x" * (1 << 20)], ENV, Path("/"))
+    await started.stop()
 
 
 async def test_says_that_the_directory_is_missing() -> None:
