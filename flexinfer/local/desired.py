@@ -46,10 +46,11 @@ class Desired:
     def difference(self, before: Desired) -> Applied:
         """What a step from `before` to this one does to models."""
         new, old = _parts(self.config), _parts(before.config)
+        both = new.keys() & old.keys()
         return Applied(
-            added=sorted(new.keys() - old.keys()),
-            changed=sorted(name for name in new.keys() & old.keys() if new[name] != old[name]),
-            removed=sorted(old.keys() - new.keys()),
+            added=tuple(sorted(new.keys() - old.keys())),
+            changed=tuple(sorted(name for name in both if new[name] != old[name])),
+            removed=tuple(sorted(old.keys() - new.keys())),
         )
 
 
@@ -75,7 +76,6 @@ def desire(paths: Sequence[Path], site: Site) -> Desired:
         claims=site.claims,
         roots=site.roots,
         weights_versions=_versions(models, caches, site),
-        pretended_gpus=site.computer.pretended,
         cors_origins=site.cors_origins,
         api_key_file=site.api_key_file,
     )

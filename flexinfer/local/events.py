@@ -59,9 +59,9 @@ class Refused:
 class Applied:
     """The files changed, and Ray has taken the difference. Names of models."""
 
-    added: Sequence[str] = ()
-    changed: Sequence[str] = ()
-    removed: Sequence[str] = ()
+    added: tuple[str, ...] = ()
+    changed: tuple[str, ...] = ()
+    removed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

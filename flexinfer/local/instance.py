@@ -162,11 +162,11 @@ class Instance:
         try:
             await asyncio.wait([closing, forced], return_when=asyncio.FIRST_COMPLETED)
             if not closing.done():
-                if self._options.address is not None:
-                    await _cancel(closing)
                 await cluster.close(force=True)
+                return
             await closing
         finally:
+            await _cancel(closing)
             await _cancel(forced)
 
     async def _serve(

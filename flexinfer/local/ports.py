@@ -36,6 +36,8 @@ _FIXED = (
     "autoscaler_metrics",
     "haproxy_stats",
     "haproxy_metrics",
+    "fallback_http",
+    "fallback_grpc",
 )
 # A replica's direct-ingress port rests for minutes after its end: many are needed for few models.
 _INGRESS = 500

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import platform
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,6 +21,10 @@ _CPUS = 3
 _OBJECT_STORE_BYTES = 100_000_000
 # Ray keeps what replicas print, which is what engines print: they have rotated files of their own.
 _RAY_LOG_BYTES = 16 << 20
+
+_LOOPBACK_MODULE = "flexinfer.local.loopback"
+# How replicas and models name a node of a cluster.
+_NODE_LABEL = "flexinfer.ai/node"
 
 GPU_MASKS = (MASK, *OTHER_MASKS)
 # They would lead Ray's own tools, or our Ray, to another cluster or another token.
@@ -77,12 +83,20 @@ def ray_command(settings: RaySettings) -> list[str]:
         "num-cpus": _CPUS,
         "num-gpus": settings.gpus,
         "object-store-memory": _OBJECT_STORE_BYTES,
+        "labels": f"{_NODE_LABEL}={label_value(platform.node())}",
+        # It sends what workers print to drivers; there is none.
+        "include-log-monitor": "false",
         "temp-dir": settings.ray_dir,
     }
     # The script by its interpreter: its first line may be too long for the kernel, or outdated.
     command = [sys.executable, str(ray_executable()), "start", "--head", "--block"]
     command.append("--disable-usage-stats")
     return [*command, *(f"--{name}={value}" for name, value in options.items())]
+
+
+def label_value(text: str) -> str:
+    """`text` as the value of a Ray label, which may not hold every character."""
+    return re.sub(r"[^A-Za-z0-9._-]", "-", text)[:63].strip("._-") or "localhost"
 
 
 def ray_environment(settings: RaySettings, environ: Mapping[str, str]) -> dict[str, str]:
@@ -104,9 +118,14 @@ def ray_environment(settings: RaySettings, environ: Mapping[str, str]) -> dict[s
         # Ray replaces a loopback address by one that the network can reach, unless it knows that
         # the cluster will never have a second machine.
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+        "RAY_preload_python_modules": ",".join(
+            [*design["RAY_preload_python_modules"].split(","), _LOOPBACK_MODULE]
+        ),
         "RAY_ROTATION_BACKUP_COUNT": "1",
         "RAY_ROTATION_MAX_BYTES": str(_RAY_LOG_BYTES),
     }
+    own["RAY_SERVE_FALLBACK_PROXY_HTTP_PORT"] = str(ports.fallback_http)
+    own["RAY_SERVE_FALLBACK_PROXY_GRPC_PORT"] = str(ports.fallback_grpc)
     for protocol, (first, last) in (("HTTP", ports.ingress_http), ("GRPC", ports.ingress_grpc)):
         own[f"RAY_SERVE_DIRECT_INGRESS_MIN_{protocol}_PORT"] = str(first)
         own[f"RAY_SERVE_DIRECT_INGRESS_MAX_{protocol}_PORT"] = str(last)
