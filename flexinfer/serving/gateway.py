@@ -20,7 +20,7 @@ from ray.serve.exceptions import RayServeException
 from flexinfer.scheduling import Model, Node, unschedulable
 from flexinfer.scheduling import Replica as PlacedReplica
 from flexinfer.serving import replicas
-from flexinfer.serving.args import GatewayArgs, GatewayModel, GatewaySettings
+from flexinfer.serving.args import GatewayArgs, GatewayModel, GatewaySettings, NoticeData
 from flexinfer.serving.backlog import Backlog, Replica
 from flexinfer.serving.errors import NotFound
 from flexinfer.serving.ingress import Ingress
@@ -34,6 +34,9 @@ NODE_LABEL = "flexinfer.ai/node"
 _NODES_EVERY_S = 5.0
 _WATCH_RETRY_S = (0.2, 5.0)
 _RELINK_S = 1.0
+
+# Seen from here, because they are Ray's to read when it starts; translate.environment sets them.
+_FAST_PATH = ("RAY_SERVE_ENABLE_HA_PROXY", "RAY_SERVE_THROUGHPUT_OPTIMIZED")
 
 _log = logging.getLogger("ray.serve")
 
@@ -64,6 +67,9 @@ class Gateway:
             read_bufsize=1 << 18,
         )
         self._ingress = Ingress(self, _api_key(self.args))
+        self.notices = _notices()
+        for notice in self.notices:
+            _log.warning("flexinfer: %s", notice.message)
         await self._look_at_nodes()
         self._node_task = asyncio.get_running_loop().create_task(self._watch_nodes())
 
@@ -279,6 +285,20 @@ class Gateway:
             self.metrics.running.labels(name).set(backlog.running)
             serving = sum(r.state is ReplicaState.SERVING for r in backlog.replicas.values())
             self.metrics.replicas.labels(name).set(serving)
+
+
+def _notices() -> list[NoticeData]:
+    """What whoever runs this cluster should know."""
+    missing = [name for name in _FAST_PATH if os.environ.get(name) != "1"]
+    if not missing:
+        return []
+    return [
+        NoticeData(
+            reason="SlowIngress",
+            message=f"Ray was started without {' and '.join(f'{name}=1' for name in missing)}: "
+            "requests take Ray's slower way to the gateway",
+        )
+    ]
 
 
 def _api_key(args: GatewayArgs) -> str | None:

@@ -100,7 +100,9 @@ class Ingress:
         await send_bytes(send, 200, metrics.render(), metrics.content_type)
 
     async def _models(self, send: Send) -> None:
-        await send_json(send, 200, {"models": self._gateway.describe()})
+        gateway = self._gateway
+        notices = [notice.model_dump() for notice in gateway.notices]
+        await send_json(send, 200, {"models": gateway.describe(), "notices": notices})
 
     async def _v1(
         self,
