@@ -11,39 +11,16 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from flexinfer.scheduling import Demand
 from flexinfer.serving.args import GatewayModel
 from flexinfer.serving.errors import Busy, RequestError, Unavailable
-from flexinfer.serving.link import Link
-from flexinfer.serving.status import EngineAddress, ReplicaState, ReplicaStatus
+from flexinfer.serving.slots import Replica, Slot
+from flexinfer.serving.status import ReplicaState, ReplicaStatus
 
 FIRST_BACKOFF_S = 5.0
 LAST_BACKOFF_S = 300.0
-
-
-@dataclass(eq=False)
-class Replica:
-    """One replica on which the gateway holds a lease, or is taking one."""
-
-    id: str
-    node: str
-    link: Link
-    local: bool
-    """Whether its engine's loopback is this process's."""
-    status: ReplicaStatus | None = None
-    since: float = field(default_factory=time.monotonic)
-    running: set[Slot] = field(default_factory=set)
-    preempt: asyncio.TimerHandle | None = None
-
-    @property
-    def state(self) -> ReplicaState:
-        return self.status.state if self.status is not None else ReplicaState.STARTING
-
-    @property
-    def engine(self) -> EngineAddress | None:
-        return self.status.engine if self.status is not None else None
 
 
 @dataclass(frozen=True)
@@ -53,24 +30,6 @@ class Failure:
     retry_at: float
     """On the monotonic clock."""
     backoff_s: float
-
-
-class Slot:
-    """One request's right to use an engine, from `acquire` to `release`."""
-
-    def __init__(self, backlog: Backlog, replica: Replica, engine: EngineAddress) -> None:
-        self.replica = replica
-        self.engine = engine
-        self.lost: asyncio.Future[RequestError] = asyncio.get_running_loop().create_future()
-        """Set when the request has to end: its replica is gone, or had to leave."""
-        self._backlog = backlog
-        self._released = False
-
-    def release(self) -> None:
-        """Give the place to the next; safe to call twice."""
-        if not self._released:
-            self._released = True
-            self._backlog._release(self)
 
 
 @dataclass(eq=False)
@@ -321,7 +280,7 @@ class Backlog:
                 best = replica
         if best is None or best.engine is None:
             return None
-        slot = Slot(self, best, best.engine)
+        slot = Slot(best, best.engine, self._release)
         best.running.add(slot)
         self._ever_active = True
         self._touch()

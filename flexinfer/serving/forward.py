@@ -18,7 +18,7 @@ from typing import Any
 
 import aiohttp
 
-from flexinfer.serving.backlog import Backlog, Slot
+from flexinfer.serving.backlog import Backlog
 from flexinfer.serving.errors import Gone, RequestError
 from flexinfer.serving.lease import KEY_HEADER
 from flexinfer.serving.metrics import GatewayMetrics
@@ -33,6 +33,7 @@ from flexinfer.serving.responses import (
     send_error,
     send_json,
 )
+from flexinfer.serving.slots import Slot
 
 _HOP_BY_HOP = frozenset(
     (

@@ -21,13 +21,14 @@ from flexinfer.scheduling import Model, Node, unschedulable
 from flexinfer.scheduling import Replica as PlacedReplica
 from flexinfer.serving import replicas
 from flexinfer.serving.args import GatewayArgs, GatewayModel, GatewaySettings, NoticeData
-from flexinfer.serving.backlog import Backlog, Replica
+from flexinfer.serving.backlog import Backlog
 from flexinfer.serving.errors import NotFound
 from flexinfer.serving.ingress import Ingress
 from flexinfer.serving.link import Link
 from flexinfer.serving.metrics import GatewayMetrics
 from flexinfer.serving.replicas import SeenReplica
 from flexinfer.serving.reports import Report, encode
+from flexinfer.serving.slots import Replica
 from flexinfer.serving.status import ReplicaState, ReplicaStatus
 
 NODE_LABEL = "flexinfer.ai/node"
