@@ -67,7 +67,7 @@ class Backlog:
         Raises `Unavailable` (parked, failed, cannot run, did not come up in
         `coldStartTimeoutSeconds`) and `Busy` (queue full). Cancelling leaves the queue at once.
         """
-        slot = None if self._waiters else self._try()
+        slot = None if self._waiters or self.config.parked else self._try()
         if slot is not None:
             return slot
         self._refuse_hopeless(never())

@@ -227,6 +227,15 @@ async def test_parking_refuses_who_waits(make: Any) -> None:
     assert (await refused(waiting)).code == "model_parked"
 
 
+async def test_a_parked_model_that_is_still_up_takes_no_new_request(make: Any) -> None:
+    backlog = make()
+    add_replica(backlog, parallel=4)
+    running = await backlog.acquire()
+    backlog.reconfigure(gateway_model(replicas=0))
+    assert (await refused(ask(backlog))).code == "model_parked"
+    assert not running.lost.done()
+
+
 async def test_a_model_that_fits_nowhere_is_refused_with_the_reason(make: Any) -> None:
     with pytest.raises(Unavailable, match="needs 8 GPUs") as caught:
         await make().acquire(lambda: "it needs 8 GPUs")
