@@ -30,6 +30,8 @@ class Failure:
     retry_at: float
     """On the monotonic clock."""
     backoff_s: float
+    replica: str
+    """Id of the replica that failed."""
 
 
 @dataclass(eq=False)
@@ -207,7 +209,7 @@ class Backlog:
         if status.state is ReplicaState.SERVING:
             self._came_up()
         elif status.state is ReplicaState.FAILED:
-            self._fail(status)
+            self._fail(replica, status)
         elif status.state is ReplicaState.DRAINING:
             self._drain(replica)
         if status.state in (ReplicaState.STARTING, ReplicaState.FAILED):
@@ -311,10 +313,18 @@ class Backlog:
         self.failure = None
         self.load_wish = False
 
-    def _fail(self, status: ReplicaStatus) -> None:
-        before = self.failure.backoff_s if self.failure is not None else FIRST_BACKOFF_S / 2
-        backoff = min(before * 2, LAST_BACKOFF_S)
-        failure = Failure(status.message, tuple(status.log_tail), self._clock() + backoff, backoff)
+    def _fail(self, replica: Replica, status: ReplicaStatus) -> None:
+        now, last = self._clock(), self.failure
+        if last is None:
+            backoff = FIRST_BACKOFF_S
+        elif last.replica == replica.id:
+            return  # heard before: its lease was only taken anew
+        elif now < last.retry_at:
+            backoff = last.backoff_s  # of the same attempt: no other has been made since
+        else:
+            backoff = min(last.backoff_s * 2, LAST_BACKOFF_S)
+        tail = tuple(status.log_tail)
+        failure = Failure(status.message, tail, now + backoff, backoff, replica.id)
         self.failure = failure
         self.load_wish = False
         if not self.serving:

@@ -298,6 +298,23 @@ async def test_the_pause_after_failures_doubles_up_to_a_limit(make: Any, clock: 
     assert pauses[-1] == LAST_BACKOFF_S
 
 
+async def test_replicas_that_fail_together_are_one_failed_attempt(make: Any) -> None:
+    backlog = make(replicas=3)
+    for name in ("one", "two", "three"):
+        add_replica(backlog, ReplicaState.FAILED, name=name)
+    assert backlog.demand().retry_in_s == pytest.approx(FIRST_BACKOFF_S)
+
+
+async def test_hearing_again_of_a_failure_is_not_another(make: Any, clock: Clock) -> None:
+    backlog = make()
+    failed = add_replica(backlog, ReplicaState.FAILED)
+    clock.now += 60
+    backlog.remove(failed)  # its connection broke; it is the same replica that comes back
+    again = add_replica(backlog, ReplicaState.FAILED)
+    backlog.remove(again)
+    assert backlog.demand().retry_in_s == 0
+
+
 async def test_after_the_pause_requests_wait_for_the_next_attempt(make: Any, clock: Clock) -> None:
     backlog = make()
     backlog.remove(add_replica(backlog, ReplicaState.FAILED))
