@@ -21,6 +21,7 @@ from flexinfer.serving.status import ReplicaState, ReplicaStatus
 
 FIRST_BACKOFF_S = 5.0
 LAST_BACKOFF_S = 300.0
+_ANY_PAUSE_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -185,8 +186,17 @@ class Backlog:
             idle_s=self.idle_s,
             load=self.load_wish,
             unload=self.unload_wish,
-            retry_in_s=failure.retry_at - now if failure is not None else 0.0,
+            retry_in_s=max(
+                failure.retry_at - now if failure is not None else 0.0,
+                _ANY_PAUSE_S if self._failed_remains else 0.0,
+            ),
         )
+
+    @property
+    def _failed_remains(self) -> bool:
+        """Whether a failed replica is all that there is; Ray would take it for a new attempt."""
+        states = {replica.state for replica in self.replicas.values()}
+        return states == {ReplicaState.FAILED}
 
     def current_failure(self) -> Failure | None:
         """The failure that keeps the model down now; None when it may be tried (again)."""

@@ -315,6 +315,22 @@ async def test_hearing_again_of_a_failure_is_not_another(make: Any, clock: Clock
     assert backlog.demand().retry_in_s == 0
 
 
+async def test_no_attempt_is_made_before_the_failed_replica_has_gone(
+    make: Any, clock: Clock
+) -> None:
+    """Ray would take the failed one for the attempt."""
+    backlog = make()
+    failed = add_replica(backlog, ReplicaState.FAILED)
+    clock.now += FIRST_BACKOFF_S
+    waiting = ask(backlog)
+    await settle()
+    assert backlog.demand().retry_in_s > 0
+    backlog.remove(failed)
+    assert backlog.demand().retry_in_s == 0
+    assert not waiting.done()
+    waiting.cancel()
+
+
 async def test_after_the_pause_requests_wait_for_the_next_attempt(make: Any, clock: Clock) -> None:
     backlog = make()
     backlog.remove(add_replica(backlog, ReplicaState.FAILED))
