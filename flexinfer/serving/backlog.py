@@ -210,7 +210,7 @@ class Backlog:
 
     def update(self, replica: Replica, status: ReplicaStatus) -> None:
         """A replica says how it is."""
-        if replica.id not in self.replicas:
+        if self.replicas.get(replica.id) is not replica:
             return
         before = replica.state
         replica.status = status

@@ -431,6 +431,19 @@ async def test_waiters_outlive_a_replica_that_is_lost_while_it_starts(make: Any)
     await asyncio.wait_for(waiting, 5)
 
 
+async def test_the_word_of_a_replica_that_was_replaced_counts_no_more(make: Any) -> None:
+    backlog = make()
+    old = add_replica(backlog)
+    backlog.remove(old)
+    new = add_replica(backlog)
+    slot = await backlog.acquire()
+    backlog.update(old, replica_status(ReplicaState.FAILED))
+    backlog.remove(old)
+    assert backlog.current_failure() is None
+    assert backlog.replicas == {"r1": new}
+    assert not slot.lost.done()
+
+
 # -- draining
 
 
