@@ -243,6 +243,9 @@ class Backlog:
             self._refuse_all(
                 lambda: Unavailable(f"model {config.name} was parked", code="model_parked")
             )
+        for replica in self.replicas.values():
+            if replica.state is ReplicaState.DRAINING:
+                self._drain(replica)  # its timeout may have changed
         self._grant()
         self._changed()
 
@@ -341,9 +344,12 @@ class Backlog:
             self._refuse_all(lambda: self._failed(failure))
 
     def _drain(self, replica: Replica) -> None:
-        if not self._let_go(replica) and replica.preempt is None:
+        if not self._let_go(replica):
+            if replica.preempt is not None:
+                replica.preempt.cancel()
+            left = replica.since + self.config.drain_timeout_s - self._clock()
             loop = asyncio.get_running_loop()
-            replica.preempt = loop.call_later(self.config.drain_timeout_s, self._preempt, replica)
+            replica.preempt = loop.call_later(max(0.0, left), self._preempt, replica)
 
     def _preempt(self, replica: Replica) -> None:
         for slot in list(replica.running):

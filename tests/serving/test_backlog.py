@@ -484,6 +484,32 @@ async def test_after_the_drain_timeout_requests_are_preempted(make: Any) -> None
     assert replica.link.released
 
 
+async def test_a_drain_timeout_that_is_shortened_counts_for_who_drains_already(
+    make: Any, clock: Clock
+) -> None:
+    backlog = make(drain_timeout_s=600)
+    replica = add_replica(backlog)
+    slot = await backlog.acquire()
+    backlog.update(replica, replica_status(ReplicaState.DRAINING))
+    clock.now += 30
+    backlog.reconfigure(gateway_model(drain_timeout_s=20))
+    error = await asyncio.wait_for(slot.lost, 5)
+    assert "20 s" in error.message
+
+
+async def test_a_drain_timeout_that_is_prolonged_counts_for_who_drains_already(
+    make: Any, clock: Clock
+) -> None:
+    backlog = make(drain_timeout_s=0)
+    replica = add_replica(backlog)
+    slot = await backlog.acquire()
+    backlog.update(replica, replica_status(ReplicaState.DRAINING))
+    backlog.reconfigure(gateway_model(drain_timeout_s=600))  # before the timer could fire
+    await settle()
+    assert not slot.lost.done()
+    backlog.remove(replica)
+
+
 async def test_a_replica_that_ends_while_it_drains_leaves_no_timer(make: Any) -> None:
     backlog = make()
     replica = add_replica(backlog)
