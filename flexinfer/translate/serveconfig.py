@@ -58,8 +58,7 @@ class ServeSettings:
     are the directories in which models are looked for, in order. `nodes` gives, by model name, the
     values of the Ray label `flexinfer.ai/node` that it may run on; a model that is not in it may
     run anywhere. `weights_versions` gives, by model name, the fingerprint of weights that could be
-    seen. `pretended_gpus`: the GPUs were decreed, not counted. The rest is for the gateway: a
-    value of None leaves its default.
+    seen. The rest is for the gateway: a value of None leaves its default.
     """
 
     http_host: str = "127.0.0.1"
@@ -68,7 +67,6 @@ class ServeSettings:
     roots: Sequence[Path] = ()
     nodes: Mapping[str, Sequence[str]] = field(default_factory=dict)
     weights_versions: Mapping[str, str] = field(default_factory=dict)
-    pretended_gpus: bool = False
     cors_origins: Sequence[str] = ()
     api_key_file: Path | None = None
     header_grace_s: float | None = None
