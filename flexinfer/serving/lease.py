@@ -99,8 +99,8 @@ class LeaseListener:
             if not lease:
                 head += await reader.readuntil(b"\r\n\r\n")
         if lease:
-            given = head[len(LEASE_WORD) :].strip().decode("ascii", "replace")
-            if hmac.compare_digest(given, self.key):
+            given = head[len(LEASE_WORD) :].strip()
+            if hmac.compare_digest(given, self.key.encode()):
                 await self._hold(reader, writer)
         elif self._allowed(head):
             await self._splice(head, reader, writer)

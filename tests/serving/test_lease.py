@@ -11,7 +11,7 @@ import pytest
 import pytest_asyncio
 from serving_helpers import replica_status, until
 
-from flexinfer.serving.lease import KEY_HEADER, LeaseListener
+from flexinfer.serving.lease import KEY_HEADER, LEASE_WORD, LeaseListener
 from flexinfer.serving.link import Link
 from flexinfer.serving.status import ReplicaState, ReplicaStatus
 
@@ -129,6 +129,18 @@ async def test_the_end_of_the_replica_is_the_end_of_the_lease(listener: LeaseLis
     await until(lambda: holder.losses == 1)
     await holder.link.close()
     assert holder.losses == 1
+
+
+@pytest.mark.parametrize("key", ["wrong", "w\xf6rng", ""])
+async def test_a_wrong_key_is_told_nothing(listener: LeaseListener, key: str) -> None:
+    failures: list[dict[str, object]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: failures.append(context))
+    reader, writer = await asyncio.open_connection(*await listener.start())
+    writer.write(LEASE_WORD + key.encode() + b"\n")
+    assert await asyncio.wait_for(reader.read(), 10) == b""
+    assert listener.leases == 0
+    assert failures == []
+    writer.close()
 
 
 async def test_a_link_to_nobody_is_lost_once() -> None:
