@@ -42,6 +42,8 @@ class Link:
 
     def start(self) -> None:
         self._task = asyncio.get_running_loop().create_task(self._run())
+        # Not by the task itself: one that is cancelled before its first step runs nothing at all.
+        self._task.add_done_callback(lambda _: self._on_lost())
 
     def release(self) -> None:
         """End the lease soon, without waiting; `close` waits."""
@@ -54,14 +56,11 @@ class Link:
             await asyncio.gather(self._task, return_exceptions=True)
 
     async def _run(self) -> None:
-        try:
-            for attempt in range(_ATTEMPTS):
-                if attempt:
-                    await asyncio.sleep(_RETRY_S)
-                if await self._hold():
-                    break
-        finally:
-            self._on_lost()
+        for attempt in range(_ATTEMPTS):
+            if attempt:
+                await asyncio.sleep(_RETRY_S)
+            if await self._hold():
+                break
 
     async def _hold(self) -> bool:
         """Hold one connection; True if it was a lease, False if none came about."""

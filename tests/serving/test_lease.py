@@ -152,6 +152,14 @@ async def test_a_link_to_nobody_is_lost_once() -> None:
     assert holder.losses == 1
 
 
+async def test_a_link_that_is_given_back_before_it_began_is_lost_too(
+    listener: LeaseListener,
+) -> None:
+    holder = Holder(await listener.start(), listener.key)
+    holder.link.release()  # its task has not run yet
+    await until(lambda: holder.losses == 1)
+
+
 # -- bytes to the engine
 
 
