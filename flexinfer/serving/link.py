@@ -7,8 +7,6 @@ import contextlib
 import logging
 from collections.abc import Callable
 
-from pydantic import ValidationError
-
 from flexinfer.serving.lease import LEASE_WORD
 from flexinfer.serving.status import ReplicaStatus
 
@@ -77,7 +75,7 @@ class Link:
             while line := await reader.readline():
                 held = True
                 self._on_status(ReplicaStatus.model_validate_json(line))
-        except (OSError, ValidationError) as error:
+        except (OSError, ValueError) as error:  # ValueError: no status, or a line without end
             _log.info("lost the lease of %s:%d: %s", *self.address, error)
         finally:
             writer.close()

@@ -160,6 +160,24 @@ async def test_a_link_that_is_given_back_before_it_began_is_lost_too(
     await until(lambda: holder.losses == 1)
 
 
+@pytest.mark.parametrize("line", [b"not json\n", b"{}\n", b"x" * (2 << 20)])
+async def test_a_replica_that_talks_nonsense_is_lost(line: bytes) -> None:
+    failures: list[dict[str, object]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: failures.append(context))
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readline()
+        writer.write(line)
+        await writer.drain()
+        await reader.read()
+
+    async with engine(talk) as port:
+        holder = Holder(("127.0.0.1", port), "key")
+        await until(lambda: holder.losses == 1)
+        await holder.link.close()
+    assert failures == []
+
+
 # -- bytes to the engine
 
 
