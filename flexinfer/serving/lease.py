@@ -83,6 +83,10 @@ class LeaseListener:
         self._tasks.add(task)
         try:
             await self._serve(reader, writer)
+        except asyncio.CancelledError:
+            # By `close`, which is the end of this task. What a client has not read yet is given up:
+            # it may never read it.
+            writer.transport.abort()
         except (OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
             _log.debug("a connection ended early", exc_info=True)
         finally:
@@ -148,9 +152,8 @@ class LeaseListener:
                     pump.cancel()
                 await asyncio.gather(up, down, return_exceptions=True)
         finally:
-            engine_writer.close()
-            with contextlib.suppress(OSError):
-                await engine_writer.wait_closed()
+            # Nobody is left to talk to; a hanging engine would never take what was not sent yet.
+            engine_writer.transport.abort()
 
 
 async def _refuse(writer: asyncio.StreamWriter, status: bytes) -> None:

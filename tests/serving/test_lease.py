@@ -295,3 +295,35 @@ async def test_closing_ends_leases_and_streams_alike(listener: LeaseListener) ->
         with contextlib.suppress(ConnectionError):
             assert await asyncio.wait_for(reader.read(), 10) == b""
         writer.close()
+
+
+async def test_closing_waits_for_no_client_that_reads_nothing(listener: LeaseListener) -> None:
+    async def flood(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while True:
+            writer.write(bytes(1 << 16))
+            await writer.drain()
+
+    async with engine(flood) as port:
+        address = await listener.start()
+        listener.publish(replica_status(ReplicaState.SERVING, port=port))
+        with socket.create_connection(address) as deaf:
+            deaf.sendall(head(listener.key))
+            stuck = await _until_stuck(deaf)
+            assert stuck > 0
+            await asyncio.wait_for(listener.close(), 10)
+
+
+async def _until_stuck(deaf: socket.socket) -> int:
+    """Wait until the bytes that lie unread at a socket become no more; returns how many."""
+    import fcntl
+    import struct
+    import termios
+
+    last, same = -1, 0
+    while same < 5:
+        await asyncio.sleep(0.02)
+        answer = fcntl.ioctl(deaf, termios.FIONREAD, bytes(4))
+        waiting = struct.unpack("i", answer)[0]
+        same = same + 1 if waiting == last and waiting else 0
+        last = waiting
+    return last
