@@ -15,7 +15,6 @@ from typing import Any
 
 import aiohttp
 import ray
-from ray.serve.exceptions import RayServeException
 
 from flexinfer.scheduling import Model, Node, unschedulable
 from flexinfer.scheduling import Replica as PlacedReplica
@@ -33,7 +32,7 @@ from flexinfer.serving.status import ReplicaState, ReplicaStatus
 
 NODE_LABEL = "flexinfer.ai/node"
 _NODES_EVERY_S = 5.0
-_WATCH_RETRY_S = (0.2, 5.0)
+_WATCH_RETRY_S = (0.1, 1.0)
 _RELINK_S = 1.0
 
 # Seen from here, because they are Ray's to read when it starts; translate.environment sets them.
@@ -212,8 +211,10 @@ class Gateway:
             try:
                 self._handles[name] = await replicas.watch(name, partial(self._saw, backlog))
                 return
-            except RayServeException as error:
-                _log.debug("model %s has no application yet: %s", name, error)
+            except KeyError:
+                pass  # the gateway hears of a model before Serve has built its application
+            except Exception:
+                _log.exception("flexinfer: cannot learn of the replicas of %s; trying again", name)
             await asyncio.sleep(pause)
             pause = min(pause * 1.5, longest)
 

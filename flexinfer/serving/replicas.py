@@ -46,8 +46,8 @@ def tell(app: str, seen: tuple[SeenReplica, ...]) -> None:
 async def watch(app: str, watcher: _Watcher) -> DeploymentHandle:
     """Call `watcher(replicas)` in this event loop, now and at every change, until `unwatch`.
 
-    Returns the handle, which must be kept for as long. Raises `RayServeException` while there is
-    no such application.
+    Returns the handle, which must be kept for as long. Raises `KeyError` while there is no such
+    application.
     """
     _watchers[app] = (asyncio.get_running_loop(), watcher)
     handle: DeploymentHandle = await asyncio.to_thread(
@@ -63,6 +63,5 @@ async def watch(app: str, watcher: _Watcher) -> DeploymentHandle:
 
 
 def unwatch(app: str) -> None:
-    """Forget the application and its replicas: a new one of this name begins with none."""
+    """Tell no more. What was told last is kept: the router lives on, and tells changes only."""
     _watchers.pop(app, None)
-    _last.pop(app, None)
