@@ -7,7 +7,7 @@ import contextlib
 import logging
 from collections.abc import Callable
 
-from flexinfer.serving.lease import LEASE_WORD
+from flexinfer.serving.lease import LEASE_WORD, notice_vanishing
 from flexinfer.serving.status import ReplicaStatus
 
 _CONNECT_S = 5.0
@@ -69,6 +69,7 @@ class Link:
             _log.info("no lease from %s:%d: %s", *self.address, error)
             return False
         held = False
+        notice_vanishing(writer)
         try:
             writer.write(LEASE_WORD + self.key.encode() + b"\n")
             await writer.drain()

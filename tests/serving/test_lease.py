@@ -11,7 +11,7 @@ import pytest
 import pytest_asyncio
 from serving_helpers import replica_status, until
 
-from flexinfer.serving.lease import KEY_HEADER, LEASE_WORD, LeaseListener
+from flexinfer.serving.lease import KEY_HEADER, LEASE_WORD, LeaseListener, notice_vanishing
 from flexinfer.serving.link import Link
 from flexinfer.serving.status import ReplicaState, ReplicaStatus
 
@@ -176,6 +176,16 @@ async def test_a_replica_that_talks_nonsense_is_lost(line: bytes) -> None:
         await until(lambda: holder.losses == 1)
         await holder.link.close()
     assert failures == []
+
+
+async def test_a_node_that_vanishes_without_a_word_is_found_out_by_the_kernel() -> None:
+    async with engine(echo) as port:
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        notice_vanishing(writer)
+        sock = writer.get_extra_info("socket")
+        assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) <= 10
+        writer.close()
 
 
 # -- bytes to the engine
