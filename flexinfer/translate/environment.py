@@ -64,6 +64,18 @@ VARIABLES: tuple[Variable, ...] = (
         "Idle workers that start all at once on a small machine take the cores away from a model "
         "that starts in that moment.",
     ),
+    Variable(
+        "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S",
+        "7200",
+        "HAProxy is started anew whenever the list of models changes, and the old one is ended "
+        "after this long with whatever still runs through it: after 120 s by default, which would "
+        "cut long answers.",
+    ),
+    Variable(
+        "RAY_SERVE_PORT_QUARANTINE_S",
+        "150",
+        "By default as long as the one above and half a minute more; few ports are needed again.",
+    ),
     Variable("RAY_USAGE_STATS_ENABLED", "0", "Nothing is reported to anybody."),
 )
 
