@@ -50,7 +50,7 @@ def build_model(args: dict[str, Any]) -> Application:
     return serve.deployment(
         name=ENTRY_DEPLOYMENT,
         ray_actor_options={"num_cpus": 0},
-        autoscaling_config={"min_replicas": 0, "initial_replicas": 0, "max_replicas": 1},
+        autoscaling_config={"min_replicas": 0, "max_replicas": 1},
     )(Entry).bind(deployment.bind(model.model_dump(mode="json")))
 
 

@@ -139,7 +139,6 @@ def _gateway_application(
                 # The number is fixed, but Ray runs policies only for deployments that may scale.
                 "autoscaling_config": {
                     "min_replicas": 1,
-                    "initial_replicas": 1,
                     "max_replicas": 1,
                     **_NO_DELAYS,
                 },
@@ -196,10 +195,10 @@ def _model_application(
                 "name": MODEL_DEPLOYMENT,
                 "user_config": _model_settings(model),
                 "max_ongoing_requests": _MODEL_ONGOING,
-                # Ray's bounds only frame the policy, which decides within them.
+                # Ray's bounds only frame the policy, which decides within them. No number to begin
+                # with: Ray would go back to it, and stop the engine, whenever a bound changes.
                 "autoscaling_config": {
                     "min_replicas": 0,
-                    "initial_replicas": 0,
                     "max_replicas": max(1, spec.replicas),
                     **_NO_DELAYS,
                 },
