@@ -10,65 +10,41 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import quote
 
 import aiohttp
+from yarl import URL
 
 from flexinfer.serving.backlog import Backlog
-from flexinfer.serving.errors import Gone, RequestError
-from flexinfer.serving.lease import KEY_HEADER
+from flexinfer.serving.errors import BadRequest, Gone, RequestError
+from flexinfer.serving.headers import Headers, to_client, to_engine
+from flexinfer.serving.lease import KEY_HEADER, UNREACHED_HEADER
 from flexinfer.serving.metrics import GatewayMetrics
 from flexinfer.serving.naming import NameRewriter, replace_multipart_model
 from flexinfer.serving.responses import (
     EVENT_STREAM,
-    Headers,
     Receive,
     Send,
     engine_error,
     error_event,
+    proper_end,
     send_error,
     send_json,
 )
 from flexinfer.serving.slots import Slot
 
-_HOP_BY_HOP = frozenset(
-    (
-        b"connection",
-        b"keep-alive",
-        b"proxy-authenticate",
-        b"proxy-authorization",
-        b"proxy-connection",
-        b"te",
-        b"trailer",
-        b"transfer-encoding",
-        b"upgrade",
-    )
-)
-# Ours to write, not the client's; and a client's key is for us, not for an engine.
-_NOT_FORWARDED = _HOP_BY_HOP | frozenset(
-    (
-        b"host",
-        b"content-length",
-        b"accept-encoding",
-        b"authorization",
-        b"x-api-key",
-        b"expect",
-        b"x-conversation-id",
-        KEY_HEADER.lower().encode(),
-    )
-)
 _PROGRESS_S = 1.0
 _DIAL_ATTEMPTS = 20
 _DIAL_PAUSE_S = 0.1
 _MAX_ERROR_BODY = 1 << 20
-# Paths whose streams end with [DONE] or with an error; an end without either is a failure.
-_DONE_PATHS = frozenset(("/v1/chat/completions", "/v1/completions"))
-_PROPER_END = re.compile(rb'^data: ?(\[DONE\]|\{"error")', re.MULTILINE)
-_TAIL = 4096
+_PATH_SAFE = "/:@!$&'()*+,;=-._~"
+
+_log = logging.getLogger("ray.serve")
 
 
 @dataclass
@@ -83,6 +59,7 @@ class Request:
     body: bytes
     json: dict[str, Any] | None
     """The body, where it is a JSON object."""
+    content_type: str
     asked: str
     """The model's name as the client wrote it."""
     stream: bool
@@ -90,6 +67,14 @@ class Request:
 
 class ClientGone(Exception):
     """The client closed its connection: nobody is there to be told anything."""
+
+
+class Broken(Exception):
+    """An answer that is no event stream cannot go on: only a broken connection can say so."""
+
+
+class _Unreached(Exception):
+    """The engine took no connection: nothing was said to it."""
 
 
 class Exchange:
@@ -118,31 +103,39 @@ class Exchange:
         self._first_byte_seen = False
 
     async def run(self, receive: Receive, send: Send) -> None:
-        """Answer the request through `send`. Raises only what is a fault of this program."""
+        """Answer the request through `send`.
+
+        Raises `Broken` when the server has to break the connection, else only what is a fault of
+        this program.
+        """
         name = self._backlog.config.name
         gone = asyncio.ensure_future(_until_gone(receive))
+        status = "client_gone"  # also where the server cancels this task because of that
         try:
             status = await self._run(gone, send)
         except ClientGone:
-            status = "client_gone"
+            pass
         except RequestError as error:
             status = error.code or str(error.status)
             await self._report(error, send)
+        except Exception:
+            status = "internal_error"
+            raise
         finally:
             gone.cancel()
+            self._metrics.requests.labels(name, status).inc()
             await asyncio.gather(gone, return_exceptions=True)
-        self._metrics.requests.labels(name, status).inc()
 
     async def _run(self, gone: asyncio.Future[None], send: Send) -> str:
-        for attempt in range(_DIAL_ATTEMPTS):
+        for _ in range(_DIAL_ATTEMPTS):
             slot = await self._place(gone, send)
             try:
-                return await self._exchange(slot, gone, send)
-            except aiohttp.ClientConnectorError:
-                # Nothing was said to the engine, so nothing can be done twice. Its replica will
-                # tell in a moment that it has ended.
-                if attempt == _DIAL_ATTEMPTS - 1:
-                    break
+                # A place that was lost in the moment of its grant is asked for again.
+                if not slot.lost.done():
+                    return await self._exchange(slot, gone, send)
+            except _Unreached as error:
+                # Nothing can be done twice. Its replica will tell in a moment that it has ended.
+                _log.debug("model %s: %s", self._backlog.config.name, error)
             finally:
                 slot.release()
             await asyncio.wait([gone], timeout=_DIAL_PAUSE_S)
@@ -175,9 +168,9 @@ class Exchange:
                     await self._say_progress(send)
             slot = acquiring.result()
         except BaseException:
+            # A callback, because a second cancellation could end any wait here.
+            acquiring.add_done_callback(_give_back)
             await _undo(acquiring)
-            if not acquiring.cancelled() and acquiring.exception() is None:
-                acquiring.result().release()
             raise
         self._metrics.waiting.labels(self._backlog.config.name).observe(time.monotonic() - asked)
         return slot
@@ -219,23 +212,31 @@ class Exchange:
             await _undo(talk)
 
     async def _talk(self, slot: Slot, send: Send) -> str:
-        request = self._request
+        request, replica = self._request, slot.replica
+        headers = to_engine(
+            request.headers, slot.engine.drop_headers, json=request.json is not None
+        )
         host, port = slot.engine.host, slot.engine.port
-        headers = self._upstream_headers(slot)
-        if not slot.replica.local:
-            host, port = slot.replica.link.address
-        query = f"?{request.query.decode('latin-1')}" if request.query else ""
+        if not replica.local:
+            host, port = replica.link.address
+            headers.append((KEY_HEADER, replica.link.key))
+        # Encoded here, so that nothing in the path is taken for another path, or for a query.
+        target = quote(request.path, safe=_PATH_SAFE)
+        if request.query:
+            target += "?" + request.query.decode("latin-1")
         try:
             async with self._client.request(
                 request.method,
-                f"http://{host}:{port}{request.path}{query}",
+                URL(f"http://{host}:{port}{target}", encoded=True),
                 data=self._body_for(slot) or None,
                 headers=headers,
                 allow_redirects=False,
             ) as response:
+                if not replica.local and UNREACHED_HEADER in response.headers:
+                    raise _Unreached("its replica cannot reach the engine")
                 return await self._answer(response, slot, send)
-        except aiohttp.ClientConnectorError:
-            raise
+        except aiohttp.ClientConnectorError as error:
+            raise _Unreached(str(error)) from error
         except (aiohttp.ClientError, ConnectionError) as error:
             raise self._lost(str(error) or type(error).__name__) from error
 
@@ -246,26 +247,17 @@ class Exchange:
             retry_after_s=1.0,
         )
 
-    def _upstream_headers(self, slot: Slot) -> list[tuple[str, str]]:
-        dropped = {name.lower().encode() for name in slot.engine.drop_headers}
-        headers = [
-            (name.decode("latin-1"), value.decode("latin-1"))
-            for name, value in self._request.headers
-            if name.lower() not in _NOT_FORWARDED and name.lower() not in dropped
-        ]
-        headers.append(("Accept-Encoding", "identity"))
-        if not slot.replica.local:
-            headers.append((KEY_HEADER, slot.replica.link.key))
-        return headers
-
     def _body_for(self, slot: Slot) -> bytes:
         request = self._request
         wanted = slot.engine.request_model
-        if request.json is not None:
-            if request.json.get("model") == wanted:
-                return request.body
+        if request.json is None:
+            return replace_multipart_model(request.body, request.content_type, wanted)
+        if request.json.get("model") == wanted:
+            return request.body
+        try:
             return json.dumps({**request.json, "model": wanted}).encode()
-        return replace_multipart_model(request.body, wanted)
+        except RecursionError:
+            raise BadRequest("the body is nested too deeply", code="invalid_json") from None
 
     async def _answer(self, response: aiohttp.ClientResponse, slot: Slot, send: Send) -> str:
         if response.status >= 400:
@@ -273,7 +265,10 @@ class Exchange:
             return str(response.status)
         kind = response.headers.get("content-type", "")
         rewriter = NameRewriter(slot.engine.request_model, self._request.asked)
-        if kind.startswith("text/event-stream"):
+        packed = response.headers.get("content-encoding", "identity") != "identity"
+        if packed or self._request.method == "HEAD":
+            await self._pass_bytes(response, send)
+        elif kind.startswith("text/event-stream"):
             await self._pass_stream(response, rewriter, send)
         elif kind.startswith("application/json"):
             body = rewriter.feed(await response.read()) + rewriter.finish()
@@ -283,38 +278,49 @@ class Exchange:
         return "success"
 
     async def _pass_error(self, response: aiohttp.ClientResponse, send: Send) -> None:
-        body = await response.content.read(_MAX_ERROR_BODY)
+        body = b""
+        while len(body) < _MAX_ERROR_BODY and (data := await response.content.readany()):
+            body += data
         error = engine_error(response.status, body)
-        if not self._head_sent:
-            self._head_sent = self._body_sent = True
-            await send_json(send, response.status, error)
+        if self._head_sent:
+            await self._end(send, error_event(error, self._request.path))
             return
-        event = b"data: " + json.dumps(error).encode() + b"\n\n"
-        await self._end(send, event)
+        self._head_sent = self._body_sent = True
+        kept = (b"content-type", b"content-encoding")
+        headers = [(n, v) for n, v in to_client(response.raw_headers) if n not in kept]
+        await send_json(send, response.status, error, headers)
 
     async def _pass_stream(
         self, response: aiohttp.ClientResponse, rewriter: NameRewriter, send: Send
     ) -> None:
         if not self._head_sent:
-            await self._send_head(send, response.status, _response_headers(response))
+            await self._send_head(send, response.status, to_client(response.raw_headers))
         self._is_events = True
-        tail = b""
-        async for data in response.content.iter_any():
-            tail = (tail + data)[-_TAIL:]
-            piece = rewriter.feed(data)
-            if piece:
-                await send({"type": "http.response.body", "body": piece, "more_body": True})
-                self._note_first_byte()
-        if self._request.path in _DONE_PATHS and not _PROPER_END.search(tail):
+        wanted = proper_end(self._request.path)
+        ended = False
+        try:
+            async for data in response.content.iter_any():
+                piece = rewriter.feed(data)
+                if piece:
+                    ended = ended or (wanted is not None and bool(wanted.search(piece)))
+                    await send({"type": "http.response.body", "body": piece, "more_body": True})
+                    self._note_first_byte()
+        except (aiohttp.ClientError, ConnectionError):
+            if not ended:
+                raise
+        rest = rewriter.finish()
+        if wanted is not None and not ended and not wanted.search(rest):
             # An engine that fails in a stream says so in an event; one that just ends, died.
-            raise self._lost("it ended the stream without [DONE]")
-        await self._end(send, rewriter.finish())
+            raise self._lost("it ended the stream before its end")
+        await self._end(send, rest)
 
     async def _pass_whole(self, response: aiohttp.ClientResponse, body: bytes, send: Send) -> None:
         if self._head_sent:  # a stream was asked for, and promised, but the engine sends none
-            await self._end(send, b"data: " + body.replace(b"\n", b" ") + b"\n\n")
+            await self._end(
+                send, b"data: " + b" ".join(body.splitlines()) + b"\n\ndata: [DONE]\n\n"
+            )
             return
-        headers = _response_headers(response)
+        headers = to_client(response.raw_headers)
         headers.append((b"content-length", str(len(body)).encode()))
         await self._send_head(send, response.status, headers)
         self._note_first_byte()
@@ -322,7 +328,7 @@ class Exchange:
 
     async def _pass_bytes(self, response: aiohttp.ClientResponse, send: Send) -> None:
         if not self._head_sent:
-            headers = _response_headers(response)
+            headers = to_client(response.raw_headers)
             if response.content_length is not None:
                 headers.append((b"content-length", str(response.content_length).encode()))
             await self._send_head(send, response.status, headers)
@@ -345,27 +351,16 @@ class Exchange:
         if not self._head_sent:
             await send_error(send, error)
         elif self._is_events and not self._body_sent:
-            # A blank line first: what was sent last may have been half an event.
-            await self._end(send, b"\n\n" + error_event(error, self._request.path))
+            # A blank line first: what was sent last may have been one line of an event.
+            await self._end(send, b"\n\n" + error_event(error.body(), self._request.path))
         elif not self._body_sent:
-            # Bytes of something that is no stream of events: only a broken connection says it.
-            raise error
+            raise Broken(error.message) from error
 
     def _note_first_byte(self) -> None:
         if not self._first_byte_seen:
             self._first_byte_seen = True
             elapsed = time.monotonic() - self._began
             self._metrics.first_byte.labels(self._backlog.config.name).observe(elapsed)
-
-
-def _response_headers(response: aiohttp.ClientResponse) -> Headers:
-    return [
-        (name.lower(), value)
-        for name, value in response.raw_headers
-        if name.lower() not in _HOP_BY_HOP
-        and name.lower() not in (b"content-length", b"server", b"date", b"content-encoding")
-        and not name.lower().startswith(b"access-control-")
-    ]
 
 
 async def _until_gone(receive: Receive) -> None:
@@ -377,3 +372,8 @@ async def _undo(task: asyncio.Future[Any]) -> None:
     """Cancel a task and wait for its end; what it ended with is for its owner to look at."""
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
+
+
+def _give_back(acquiring: asyncio.Future[Slot]) -> None:
+    if not acquiring.cancelled() and acquiring.exception() is None:
+        acquiring.result().release()

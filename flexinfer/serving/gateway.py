@@ -64,6 +64,8 @@ class Gateway:
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=5.0),
             auto_decompress=False,
             trust_env=False,
+            # An engine's cookies are the client's affair; here they would reach other clients.
+            cookie_jar=aiohttp.DummyCookieJar(),
             read_bufsize=1 << 18,
         )
         self._ingress = Ingress(self, _api_key(self.args))

@@ -11,14 +11,13 @@ import logging
 import re
 import time
 from typing import TYPE_CHECKING, Any
-from urllib.parse import unquote
 
 from flexinfer.serving.backlog import Backlog
 from flexinfer.serving.errors import BadRequest, NotFound, RequestError, Unauthorized
 from flexinfer.serving.forward import Exchange, Request
+from flexinfer.serving.headers import Headers
 from flexinfer.serving.naming import multipart_model
 from flexinfer.serving.responses import (
-    Headers,
     Message,
     Receive,
     Send,
@@ -33,12 +32,28 @@ if TYPE_CHECKING:
 _LOOPBACK_ORIGIN = re.compile(r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?")
 _SAFE = frozenset(("GET", "HEAD", "OPTIONS"))
 _MODEL_PREFIX = "/models/"
+_DOTS = frozenset((".", ".."))
 
 _log = logging.getLogger("ray.serve")
 
 
 class _Disconnected(Exception):
     """The client left before its body was complete."""
+
+
+class _Answer:
+    """A server's `send` that adds headers, and knows whether an answer has begun."""
+
+    def __init__(self, send: Send, headers: Headers) -> None:
+        self.begun = False
+        self._send = send
+        self._headers = headers
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.begun = True
+            message = {**message, "headers": [*message.get("headers", []), *self._headers]}
+        await self._send(message)
 
 
 class Ingress:
@@ -57,13 +72,18 @@ class Ingress:
             await send({"type": "websocket.close", "code": 1000})
             return
         headers = dict(scope["headers"])
-        send = self._with_cors(headers, send)
+        answer = _Answer(send, self._cors(headers))
         try:
-            await self._route(scope, headers, receive, send)
+            await self._route(scope, headers, receive, answer)
         except RequestError as error:
-            await send_error(send, error)
+            await send_error(answer, error)
         except _Disconnected:
             _log.debug("a client left before its request was complete")
+        except Exception:
+            if answer.begun:
+                raise  # the server breaks the connection
+            _log.exception("a fault of the gateway: %s %s", scope["method"], scope["path"])
+            await send_error(answer, RequestError("a fault of the gateway", code="internal_error"))
 
     # -- routes
 
@@ -72,8 +92,12 @@ class Ingress:
     ) -> None:
         method, path = scope["method"], scope["path"]
         if method == "OPTIONS":
-            await send_bytes(send, 204, b"", "text/plain")
+            await send({"type": "http.response.start", "status": 204, "headers": []})
+            await send({"type": "http.response.body", "body": b""})
             return
+        if not _DOTS.isdisjoint(path.split("/")):
+            # An engine might resolve them, to something outside of /v1.
+            raise NotFound("a path may not contain . or .. segments", code="not_found")
         named, path = _split_model(path)
         if path == "/v1" or path.startswith("/v1/"):
             self._authorize(headers)
@@ -118,7 +142,7 @@ class Ingress:
             await send_json(send, 200, self._list(named))
             return
         if path.startswith("/v1/models/") and method in _SAFE:
-            asked = unquote(path.removeprefix("/v1/models/"))
+            asked = path.removeprefix("/v1/models/")
             await send_json(send, 200, self._card(asked, self._find(asked)))
             return
         body = await self._body(headers, receive)
@@ -131,6 +155,7 @@ class Ingress:
             headers=list(scope["headers"]),
             body=body,
             json=value,
+            content_type=_text(headers, b"content-type"),
             asked=asked,
             stream=value is not None and value.get("stream") is True,
         )
@@ -155,7 +180,8 @@ class Ingress:
         body: bytes,
     ) -> tuple[str, Backlog]:
         """The name as asked and the model: by path, by the body, by the host."""
-        asked = value.get("model") if value is not None else multipart_model(body)
+        kind = _text(headers, b"content-type")
+        asked = value.get("model") if value is not None else multipart_model(body, kind)
         if asked is not None and not isinstance(asked, str):
             raise BadRequest("model must be a string", code="invalid_type", param="model")
         if named is not None:
@@ -185,8 +211,8 @@ class Ingress:
         return found
 
     def _by_host(self, headers: dict[bytes, bytes]) -> Backlog | None:
-        host = headers.get(b"host", b"").decode("latin-1").rsplit(":", 1)[0]
-        return self._gateway.backlogs.get(host.split(".", 1)[0])
+        host = _text(headers, b"host").lower().partition(":")[0]
+        return self._gateway.backlogs.get(host.partition(".")[0])
 
     def _list(self, named: str | None) -> dict[str, Any]:
         gateway = self._gateway
@@ -237,11 +263,11 @@ class Ingress:
             )
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
-    def _with_cors(self, headers: dict[bytes, bytes], send: Send) -> Send:
+    def _cors(self, headers: dict[bytes, bytes]) -> Headers:
         origin = headers.get(b"origin")
         if origin is None or not self._allows(origin.decode("latin-1")):
-            return send
-        extra: Headers = [
+            return []
+        return [
             (b"access-control-allow-origin", origin),
             (b"vary", b"origin"),
             (b"access-control-allow-methods", b"GET, POST, PUT, PATCH, DELETE, OPTIONS"),
@@ -252,16 +278,13 @@ class Ingress:
             (b"access-control-max-age", b"600"),
         ]
 
-        async def send_with(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                message = {**message, "headers": [*message.get("headers", []), *extra]}
-            await send(message)
-
-        return send_with
-
     def _allows(self, origin: str) -> bool:
         allowed = self._gateway.args.cors_origins
         return "*" in allowed or origin in allowed or bool(_LOOPBACK_ORIGIN.fullmatch(origin))
+
+
+def _text(headers: dict[bytes, bytes], name: bytes) -> str:
+    return headers.get(name, b"").decode("latin-1")
 
 
 def _split_model(path: str) -> tuple[str | None, str]:
@@ -269,7 +292,7 @@ def _split_model(path: str) -> tuple[str | None, str]:
     if path.startswith(_MODEL_PREFIX):
         name, slash, rest = path.removeprefix(_MODEL_PREFIX).partition("/v1")
         if name and slash and (rest == "" or rest.startswith("/")):
-            return unquote(name), "/v1" + rest
+            return name, "/v1" + rest
     return None, path
 
 
@@ -284,7 +307,7 @@ def _json(method: str, headers: dict[bytes, bytes], body: bytes) -> dict[str, An
             code="unsupported_media_type",
             status=415,
         )
-    if not body and method not in ("POST", "PUT", "PATCH"):
+    if not body:
         return None
     try:
         value = json.loads(body)

@@ -22,6 +22,8 @@ from flexinfer.serving.status import ReplicaStatus
 
 LEASE_WORD = b"FLEXINFER-LEASE "
 KEY_HEADER = "X-Flexinfer-Key"
+UNREACHED_HEADER = "X-Flexinfer-Unreached"
+"""In an answer of the listener itself: no byte of the request has reached an engine."""
 _HELLO_S = 10.0
 _MAX_HEAD = 64 << 10
 _CHUNK = 64 << 10
@@ -151,10 +153,16 @@ class LeaseListener:
         self, head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         engine = self._status.engine
-        if engine is None:
-            await _refuse(writer, b"503 Service Unavailable")
+        try:
+            if engine is None:
+                raise ConnectionError("there is no engine now")
+            engine_reader, engine_writer = await asyncio.open_connection(engine.host, engine.port)
+        except OSError as error:
+            _log.debug("a request did not reach the engine: %s", error)
+            await _refuse(
+                writer, b"503 Service Unavailable", UNREACHED_HEADER.encode() + b": 1\r\n"
+            )
             return
-        engine_reader, engine_writer = await asyncio.open_connection(engine.host, engine.port)
         try:
             engine_writer.write(head)
             up = asyncio.ensure_future(_pump(reader, engine_writer))
@@ -171,8 +179,9 @@ class LeaseListener:
             engine_writer.transport.abort()
 
 
-async def _refuse(writer: asyncio.StreamWriter, status: bytes) -> None:
-    writer.write(b"HTTP/1.1 " + status + b"\r\ncontent-length: 0\r\nconnection: close\r\n\r\n")
+async def _refuse(writer: asyncio.StreamWriter, status: bytes, headers: bytes = b"") -> None:
+    end = b"content-length: 0\r\nconnection: close\r\n\r\n"
+    writer.write(b"HTTP/1.1 " + status + b"\r\n" + headers + end)
     await writer.drain()
 
 

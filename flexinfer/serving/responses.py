@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any
 
 from flexinfer.serving.errors import RequestError
+from flexinfer.serving.headers import Headers
 
 Message = MutableMapping[str, Any]
 Send = Callable[[Message], Awaitable[None]]
 Receive = Callable[[], Awaitable[Message]]
-Headers = list[tuple[bytes, bytes]]
 
 EVENT_STREAM: Headers = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -50,15 +51,38 @@ async def send_error(send: Send, error: RequestError) -> None:
     await send_json(send, error.status, error.body(), headers)
 
 
-def error_event(error: RequestError, path: str) -> bytes:
-    """The last event of a stream that failed, in the dialect of the path."""
+def error_event(error: dict[str, Any], path: str) -> bytes:
+    """The last event of a stream that failed, in the dialect of the path.
+
+    `error` is an OpenAI error object: `{"error": {message, type, param, code}}`.
+    """
+    said = error["error"]
     if path == "/v1/messages":
-        body = {"type": "error", "error": {"type": "api_error", "message": error.message}}
+        body = {"type": "error", "error": {"type": "api_error", "message": said["message"]}}
         return b"event: error\ndata: " + json.dumps(body).encode() + b"\n\n"
     if path == "/v1/responses":
-        event = {"type": "error", "code": error.code, "message": error.message, "param": None}
-        return b"event: error\ndata: " + json.dumps(event).encode() + b"\n\n"
-    return b"data: " + json.dumps(error.body()).encode() + b"\n\n"
+        fields = {name: said[name] for name in ("code", "message", "param")}
+        return b"event: error\ndata: " + json.dumps({"type": "error", **fields}).encode() + b"\n\n"
+    return b"data: " + json.dumps(error).encode() + b"\n\n"
+
+
+_DONE = re.compile(rb'^data: ?(\[DONE\]|\{ ?"error")', re.MULTILINE)
+_PROPER_ENDS = {
+    "/v1/chat/completions": _DONE,
+    "/v1/completions": _DONE,
+    "/v1/responses": re.compile(
+        rb"^event: ?(response\.(completed|failed|incomplete)|error)\b", re.MULTILINE
+    ),
+    "/v1/messages": re.compile(rb"^event: ?(message_stop|error)\b", re.MULTILINE),
+}
+
+
+def proper_end(path: str) -> re.Pattern[bytes] | None:
+    """What the lines of a path's event stream hold at its end, or when it says that it failed.
+
+    A stream that ends without it was cut off. None where nothing is known about the path's streams.
+    """
+    return _PROPER_ENDS.get(path)
 
 
 def engine_error(status: int, body: bytes) -> dict[str, Any]:
