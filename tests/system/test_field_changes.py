@@ -19,7 +19,7 @@ CPU = {"amd.com/gpu": "0"}
 LIVE: dict[str, dict[str, Any]] = {
     "replicas": {"replicas": 3},
     "minReplicas": {"minReplicas": 1},
-    "idleTimeoutSeconds": {"idleTimeoutSeconds": 1000},
+    "idleTimeoutSeconds": {},  # each step has one of its own
     "coldStartTimeoutSeconds": {"coldStartTimeoutSeconds": 50},
     "drainTimeoutSeconds": {"drainTimeoutSeconds": 50},
     "priority": {"priority": 50},
@@ -63,16 +63,28 @@ class Changing:
         self.up, self.step = up, 0
 
     def document(self, **spec: Any) -> dict[str, Any]:
-        return manifest("changing", fake={}, aliases=[f"step-{self.step}"], **spec)
+        marks = {"aliases": [f"step-{self.step}"], "idleTimeoutSeconds": 1000 + self.step}
+        return manifest("changing", **{"fake": {}, **marks, **spec})
 
     def change(self, **spec: Any) -> None:
-        """Write a change, and return when the gateway has it and the model answers with it."""
+        """Write a change, and return when Serve has carried it out and the model answers."""
         self.step += 1
         self.up.write(self.document(**spec))
         alias = f"step-{self.step}"
         wait_for(lambda: alias in self.names(), lambda: f"{alias} is known: {self.names()}")
+        wait_for(self.is_deployed, lambda: f"{alias} is deployed: {self.deployed()}")
         answer = self.up.chat(alias)
         assert answer.status_code == 200, answer.text
+
+    def deployed(self) -> dict[str, Any]:
+        return self.up.application("changing") or {}
+
+    def is_deployed(self) -> bool:
+        application = self.deployed()
+        policy = application["deployed_app_config"]["autoscaling_policy"]["policy_kwargs"]
+        return bool(
+            application["status"] == "RUNNING" and policy["idle_timeout_s"] == 1000 + self.step
+        )
 
     def names(self) -> list[str]:
         model = self.up.model("changing")

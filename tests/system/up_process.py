@@ -161,6 +161,19 @@ class Up:
                     found.append(process)
         return found
 
+    def application(self, name: str) -> dict[str, Any] | None:
+        """What Serve says of an application, `deployed_app_config` and `status` among it."""
+        (file,) = Path(self.environ["FLEXINFER_RUNTIME_DIR"]).glob("*.json")
+        environ, _ = self.ray_driver()
+        token = Path(environ["RAY_AUTH_TOKEN_PATH"]).read_text().strip()
+        answer = httpx.get(
+            f"{json.loads(file.read_text())['dashboard']}/api/serve/applications/",
+            headers={"x-ray-authorization": f"Bearer {token}"},
+            timeout=30,
+        )
+        found: dict[str, Any] | None = answer.json()["applications"].get(name)
+        return found
+
     def ray_driver(self) -> tuple[dict[str, str], str]:
         """Environment and address with which another program may join this run's Ray."""
         for process in self.processes():
