@@ -101,7 +101,11 @@ def engine_error(status: int, body: bytes) -> dict[str, Any]:
     if isinstance(found, dict) and isinstance(found.get("error"), dict):
         found = found["error"]
     fields = found if isinstance(found, dict) else {}
-    message = fields.get("message") or fields.get("error") or fields.get("detail") or found
+    message = next((said for key in ("message", "error", "detail") if (said := fields.get(key))), "")
+    if not message and not any(key in fields for key in ("message", "error", "detail")):
+        message = found
+    if not message:
+        message = f"the engine answered {status} and said no reason"
     kind = "invalid_request_error" if status < 500 else "server_error"
     return {
         "error": {
