@@ -45,6 +45,7 @@ class Stack:
         self.nowhere: str | None = None
         """Why no model can run; None: they can."""
         self.port = 0
+        self.app: Any = None
 
     def never(self, backlog: Backlog) -> str | None:
         return self.nowhere
@@ -69,6 +70,15 @@ class Stack:
         add_replica(backlog, port=port, parallel=4)
         return backlog
 
+    def places(self) -> float:
+        """How often a request was given a place at an engine."""
+        return sum(
+            sample.value
+            for metric in self.metrics.waiting.collect()
+            for sample in metric.samples
+            if sample.name.endswith("_count")
+        )
+
     async def until_ended(self, name: str = "m", **counts: int) -> None:
         """Wait until so many requests for a model have ended so; a client learns of it before."""
         await until(lambda: self.ended(name) == counts, f"{counts}, not {self.ended(name)}")
@@ -91,8 +101,8 @@ async def running(stack: Stack, key: str | None = None) -> AsyncIterator[Stack]:
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=5.0),
         auto_decompress=False,
     ) as stack.client:
-        app = cast(Any, Ingress(cast(Any, stack), key))
-        config = uvicorn.Config(app, log_config=None, lifespan="off")
+        stack.app = Ingress(cast(Any, stack), key)
+        config = uvicorn.Config(cast(Any, stack.app), log_config=None, lifespan="off")
         config.load()
         state = ServerState()
         loop = asyncio.get_running_loop()

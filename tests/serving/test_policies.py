@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +14,7 @@ from flexinfer.serving import registry
 from flexinfer.serving.args import ENTRY_DEPLOYMENT, GATEWAY_DEPLOYMENT, MODEL_DEPLOYMENT
 from flexinfer.serving.policies import GatewayPolicy, ModelPolicy
 from flexinfer.serving.registry import STALE_AFTER_S, Registry
-from flexinfer.serving.reports import Report, encode
+from flexinfer.serving.reports import Bounds, Report, encode
 
 ONE_GPU = (Node("n", 1),)
 ASKED = Demand(queued=1)
@@ -29,6 +30,7 @@ class Context:
     current_num_replicas: int = 0
     total_num_requests: float = 0
     capacity_adjusted_min_replicas: int = 1
+    capacity_adjusted_max_replicas: int = 1
     raw_metrics: dict[str, Any] = field(default_factory=dict)
 
 
@@ -52,15 +54,22 @@ class Controller:
 
     def __init__(self, *models: dict[str, Any]) -> None:
         self.gateway = GatewayPolicy()
-        self.policies = {args["model"]: ModelPolicy(**args) for args in models}
+        self.bounds = {
+            args["model"]: Bounds(**{k: v for k, v in args.items() if k != "model"})
+            for args in models
+        }
+        self.policies = {name: ModelPolicy(name) for name in self.bounds}
         self.contexts = {name: Context(MODEL_DEPLOYMENT) for name in self.policies}
+
+    def bounded(self, report: Report) -> Report:
+        return dataclasses.replace(report, bounds=self.bounds)
 
     def tick(self, *reports: Report, order: tuple[str, ...] | None = None) -> dict[str, int]:
         """Returns the targets; Ray is as fast here as to have them in the next tick."""
         targets: dict[str, int] = {}
         for name in order or ("gateway", *self.policies):
             if name == "gateway":
-                context = Context(GATEWAY_DEPLOYMENT, raw_metrics=raw(*reports))
+                context = Context(GATEWAY_DEPLOYMENT, raw_metrics=raw(*map(self.bounded, reports)))
                 assert self.gateway({"id": context}) == ({"id": 1}, {})
                 continue
             context = self.contexts[name]
@@ -79,7 +88,7 @@ def said(**demands: Demand) -> Report:
 
 
 def on_demand(name: str, **changes: Any) -> dict[str, Any]:
-    return {"model": name, "min_replicas": 0, "idle_timeout_s": 60, **changes}
+    return {"model": name, "replicas_min": 0, "idle_timeout_s": 60, **changes}
 
 
 @pytest.fixture(autouse=True)
