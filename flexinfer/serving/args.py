@@ -1,11 +1,10 @@
 """What a Serve config tells the builders, the deployments and the policies.
 
-Three kinds of data, by what a change of them costs:
+Two kinds of data, by what a change of them costs:
 
 * *restart*: `ModelArgs` and `GatewayArgs` are the applications' `args`. Ray hashes them into the
   code version of the application: a change replaces its replicas, and so the engine.
 * *live*: `ModelSettings` and `GatewaySettings` are the deployments' `user_config`.
-* *live*: `ModelPolicyArgs` are the `policy_kwargs` of an application's autoscaling policy.
 """
 
 from __future__ import annotations
@@ -124,15 +123,3 @@ class GatewayArgs(_Data):
     header_grace_s: float = Field(default=10, ge=0)
     """How long a cold start may hold back the response's header, so that a failure can be a 503."""
     max_body_bytes: int = Field(default=64 << 20, gt=0)
-
-
-class ModelPolicyArgs(_Data):
-    """`policy_kwargs` of a model's application."""
-
-    model: str
-    gpus: int = 1
-    nodes: list[str] | None = None
-    replicas: int = 1
-    min_replicas: int | None = None
-    priority: int = 100
-    idle_timeout_s: float = 300

@@ -26,7 +26,7 @@ from flexinfer.serving.ingress import Ingress
 from flexinfer.serving.link import Link
 from flexinfer.serving.metrics import GatewayMetrics
 from flexinfer.serving.replicas import SeenReplica
-from flexinfer.serving.reports import Report, encode
+from flexinfer.serving.reports import Bounds, Report, encode
 from flexinfer.serving.slots import Replica
 from flexinfer.serving.status import ReplicaState, ReplicaStatus
 
@@ -105,7 +105,8 @@ class Gateway:
             for name, backlog in self.backlogs.items()
         }
         demands = {name: backlog.demand() for name, backlog in self.backlogs.items()}
-        return encode(Report(self._nodes, demands, placed))
+        bounds = {name: _bounds(backlog.config) for name, backlog in self.backlogs.items()}
+        return encode(Report(self._nodes, bounds, demands, placed))
 
     async def check_health(self) -> None:
         """Raise if the task that watches the nodes has ended: what it reports would be old."""
@@ -289,6 +290,17 @@ class Gateway:
             self.metrics.running.labels(name).set(backlog.running)
             serving = sum(r.state is ReplicaState.SERVING for r in backlog.replicas.values())
             self.metrics.replicas.labels(name).set(serving)
+
+
+def _bounds(config: GatewayModel) -> Bounds:
+    return Bounds(
+        gpus=config.gpus,
+        replicas=config.replicas,
+        min_replicas=config.min_replicas,
+        priority=config.priority,
+        idle_timeout_s=config.idle_timeout_s,
+        nodes=None if config.nodes is None else frozenset(config.nodes),
+    )
 
 
 def _notices() -> list[NoticeData]:

@@ -14,7 +14,7 @@ import logging
 from typing import Any
 
 from flexinfer.serving import registry
-from flexinfer.serving.args import MODEL_DEPLOYMENT, ModelPolicyArgs
+from flexinfer.serving.args import MODEL_DEPLOYMENT
 from flexinfer.serving.reports import decode, merge
 
 _log = logging.getLogger("ray.serve")
@@ -55,10 +55,14 @@ class GatewayPolicy:
 
 
 class ModelPolicy:
-    """Returns what the scheduler decided for one model. Arguments: `ModelPolicyArgs`."""
+    """Returns what the scheduler decided for one model.
 
-    def __init__(self, **kwargs: Any) -> None:
-        self._args = ModelPolicyArgs.model_validate(kwargs)
+    It takes nothing but the model's name: a policy's arguments are part of an application's code
+    version, so a change of them would restart the engine.
+    """
+
+    def __init__(self, model: str) -> None:
+        self._model = model
 
     def __call__(self, contexts: _Contexts) -> _Decisions:
         targets = {}
@@ -67,10 +71,10 @@ class ModelPolicy:
                 targets[deployment] = 0
                 continue
             registry.REGISTRY.model(
-                self._args,
+                self._model,
                 target=context.target_num_replicas,
                 running=context.current_num_replicas,
                 ongoing=context.total_num_requests,
             )
-            targets[deployment] = registry.REGISTRY.target(self._args.model)
+            targets[deployment] = registry.REGISTRY.target(self._model)
         return targets, {}

@@ -11,8 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from flexinfer.scheduling import Decision, Demand, Model, Replica, Target, decide
-from flexinfer.serving.args import ModelPolicyArgs
-from flexinfer.serving.reports import Report
+from flexinfer.serving.reports import Bounds, Report
 
 # The gateway reports ten times a second; a word this old says nothing about the present.
 STALE_AFTER_S = 5.0
@@ -20,7 +19,6 @@ STALE_AFTER_S = 5.0
 
 @dataclass
 class _Entry:
-    args: ModelPolicyArgs
     target: int
     running: int
     ongoing: float
@@ -46,9 +44,9 @@ class Registry:
     def fresh(self) -> bool:
         return self._report is not None and self.clock() - self._reported_at < STALE_AFTER_S
 
-    def model(self, args: ModelPolicyArgs, *, target: int, running: int, ongoing: float) -> None:
-        """A model's policy tells what Ray knows of it: target and running replicas, requests."""
-        self._models[args.model] = _Entry(args, target, running, ongoing, self.clock())
+    def model(self, name: str, *, target: int, running: int, ongoing: float) -> None:
+        """A model's policy tells what Ray knows: target and running replicas, requests."""
+        self._models[name] = _Entry(target, running, ongoing, self.clock())
 
     def decide(self) -> Mapping[str, Target]:
         """Decide anew for all models; returns the targets."""
@@ -57,38 +55,43 @@ class Registry:
             del self._models[name]
         if self.fresh:
             assert self._report is not None
-            models = [self._model(entry, self._report) for entry in self._models.values()]
+            models = [
+                self._model(name, entry, bounds, self._report)
+                for name, entry in self._models.items()
+                if (bounds := self._report.bounds.get(name)) is not None
+            ]
             self._decision = decide(self._report.nodes, models)
         return self._decision.targets
 
     def target(self, name: str) -> int:
         """How many replicas a model should have now.
 
-        While no gateway is heard, what is up stays up, and requests that Ray itself counts (a
-        client that calls the deployment's handle) bring a model up.
+        While no gateway is heard, what is up stays up within the bounds that were heard last, and
+        requests that Ray itself counts (a client that calls the deployment's handle) bring a model
+        up.
         """
         entry = self._models[name]
         if not self.fresh:
-            least = entry.args.min_replicas or 0
-            wanted = 1 if entry.ongoing > 0 else 0
-            return min(max(entry.target, least, wanted), entry.args.replicas)
+            bounds = self._report.bounds.get(name) if self._report is not None else None
+            least, most = (bounds.min_replicas or 0, bounds.replicas) if bounds else (0, 1)
+            wanted = max(entry.target, least, 1 if entry.ongoing > 0 else 0)
+            return min(wanted, max(most, entry.target) if bounds is None else most)
         decided = self._decision.targets.get(name)
         return decided.replicas if decided is not None else entry.target
 
     @staticmethod
-    def _model(entry: _Entry, report: Report) -> Model:
-        args = entry.args
-        seen = report.replicas.get(args.model, ())
+    def _model(name: str, entry: _Entry, bounds: Bounds, report: Report) -> Model:
+        seen = report.replicas.get(name, ())
         unseen = max(0, entry.running - len(seen))
         return Model(
-            name=args.model,
-            gpus=args.gpus,
-            replicas=args.replicas,
-            min_replicas=args.min_replicas,
-            priority=args.priority,
-            idle_timeout_s=args.idle_timeout_s,
-            nodes=None if args.nodes is None else frozenset(args.nodes),
-            demand=report.demands.get(args.model, Demand()),
+            name=name,
+            gpus=bounds.gpus,
+            replicas=bounds.replicas,
+            min_replicas=bounds.min_replicas,
+            priority=bounds.priority,
+            idle_timeout_s=bounds.idle_timeout_s,
+            nodes=bounds.nodes,
+            demand=report.demands.get(name, Demand()),
             running=(*seen, *[Replica(None)] * unseen),
             target=entry.target,
         )

@@ -101,7 +101,9 @@ def engine_error(status: int, body: bytes) -> dict[str, Any]:
     if isinstance(found, dict) and isinstance(found.get("error"), dict):
         found = found["error"]
     fields = found if isinstance(found, dict) else {}
-    message = next((said for key in ("message", "error", "detail") if (said := fields.get(key))), "")
+    message = next(
+        (said for key in ("message", "error", "detail") if (said := fields.get(key))), ""
+    )
     if not message and not any(key in fields for key in ("message", "error", "detail")):
         message = found
     if not message:

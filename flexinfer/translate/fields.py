@@ -22,7 +22,7 @@ Cost = Literal["live", "restart"]
 
 _ARGS = "the application's `args`"
 _GATEWAY = "the gateway"
-_POLICY = "the scaling policy and the gateway"
+_POLICY = "the gateway, which tells the scaling policies"
 _NOWHERE = "nowhere: one machine does not use it"
 
 

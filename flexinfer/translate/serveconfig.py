@@ -5,7 +5,10 @@ One application a ModelDeployment, and one for the gateway. What a change costs 
 a value is put:
 
 * `args` of a model's application: all that makes a different engine process. A change restarts it.
-* `user_config`, `autoscaling_config`, `policy_kwargs`, grace periods: a change keeps the process.
+* `user_config`, `autoscaling_config`, grace periods: a change keeps the process.
+
+A policy's arguments restart as well (Ray 2.60), so a model's policy gets its name only; bounds and
+priority are told to the gateway, which tells the policies.
 
 Values that mean the same are written the same, or a manifest that was only reformatted would
 restart its engine: defaults are left out of `args`, and keys are sorted.
@@ -183,7 +186,7 @@ def _model_application(
     model: ModelDeployment, caches: Sequence[ModelCache], settings: ServeSettings
 ) -> dict[str, Any]:
     spec = model.spec
-    policy_kwargs = _without_none({"model": model.name, **_residence(model, settings)})
+    policy_kwargs = {"model": model.name}
     return {
         "name": model.name,
         "route_prefix": None,

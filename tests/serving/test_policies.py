@@ -30,7 +30,6 @@ class Context:
     current_num_replicas: int = 0
     total_num_requests: float = 0
     capacity_adjusted_min_replicas: int = 1
-    capacity_adjusted_max_replicas: int = 1
     raw_metrics: dict[str, Any] = field(default_factory=dict)
 
 
@@ -88,7 +87,7 @@ def said(**demands: Demand) -> Report:
 
 
 def on_demand(name: str, **changes: Any) -> dict[str, Any]:
-    return {"model": name, "replicas_min": 0, "idle_timeout_s": 60, **changes}
+    return {"model": name, "min_replicas": 0, "idle_timeout_s": 60, **changes}
 
 
 @pytest.fixture(autouse=True)
@@ -183,6 +182,9 @@ def test_while_the_gateway_is_heard_rays_counts_wake_nobody() -> None:
 
 def test_when_the_word_is_old_minimums_hold(clock: Clock) -> None:
     controller = Controller(on_demand("a", min_replicas=1))
+    controller.tick(said(a=IDLE))
+    clock.now += STALE_AFTER_S
+    controller.contexts["a"].target_num_replicas = 0
     assert controller.tick() == {"a": 1}
 
 

@@ -19,8 +19,8 @@ CPU = {"amd.com/gpu": "0"}
 LIVE: dict[str, dict[str, Any]] = {
     "replicas": {"replicas": 3},
     "minReplicas": {"minReplicas": 1},
-    "idleTimeoutSeconds": {},  # each step has one of its own
-    "coldStartTimeoutSeconds": {"coldStartTimeoutSeconds": 50},
+    "idleTimeoutSeconds": {"idleTimeoutSeconds": 1000},
+    "coldStartTimeoutSeconds": {},  # each step has one of its own
     "drainTimeoutSeconds": {"drainTimeoutSeconds": 50},
     "priority": {"priority": 50},
     "servedModelName": {"servedModelName": "another name"},
@@ -63,7 +63,7 @@ class Changing:
         self.up, self.step = up, 0
 
     def document(self, **spec: Any) -> dict[str, Any]:
-        marks = {"aliases": [f"step-{self.step}"], "idleTimeoutSeconds": 1000 + self.step}
+        marks = {"aliases": [f"step-{self.step}"], "coldStartTimeoutSeconds": 1000 + self.step}
         return manifest("changing", **{"fake": {}, **marks, **spec})
 
     def change(self, **spec: Any) -> None:
@@ -81,9 +81,11 @@ class Changing:
 
     def is_deployed(self) -> bool:
         application = self.deployed()
-        policy = application["deployed_app_config"]["autoscaling_policy"]["policy_kwargs"]
+        (deployment,) = application["deployed_app_config"]["deployments"]
+        settings = deployment["user_config"]
         return bool(
-            application["status"] == "RUNNING" and policy["idle_timeout_s"] == 1000 + self.step
+            application["status"] == "RUNNING"
+            and settings["cold_start_timeout_s"] == 1000 + self.step
         )
 
     def names(self) -> list[str]:

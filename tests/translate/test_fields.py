@@ -113,7 +113,7 @@ def args_by_application(
         [manifest("changed", spec), manifest("neighbour", neighbour)],
         [cache_manifest("cache", **(cache or {})), cache_manifest("others")],
     )
-    kept = ("args", "import_path", "runtime_env", "route_prefix")
+    kept = ("args", "autoscaling_policy", "import_path", "runtime_env", "route_prefix")
     return {
         app["name"]: json.dumps({key: app.get(key) for key in kept})
         for app in config["applications"]
