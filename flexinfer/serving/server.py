@@ -8,6 +8,7 @@ through Ray: gateways take a lease (see `lease`) and speak to the engine themsel
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import os
 import sys
@@ -24,6 +25,7 @@ from flexinfer.api.modelcache import ModelCache
 from flexinfer.api.notices import Notice
 from flexinfer.cache.errors import CacheError
 from flexinfer.cache.locate import locate
+from flexinfer.cache.userpaths import resolve_block
 from flexinfer.engines.backend import Backend, backend_for
 from flexinfer.engines.errors import EngineError, EngineExited, EnginePortTaken, EngineStartError
 from flexinfer.engines.gpus import assign, count_gpus
@@ -118,6 +120,11 @@ class ModelServer:
             except (EngineError, CacheError) as error:
                 self._fail(error)
                 return
+            except Exception as error:
+                # A fault of ours, but the user's model does not start: both have to be seen.
+                _log.exception("%s: the start failed unexpectedly", self._args.name)
+                self._fail(EngineStartError(f"a fault in FlexInfer: {error!r}"))
+                return
             ready_at = time.monotonic()
             reason = await self._watch(engine)
             self._publish(ReplicaState.STARTING, f"the engine is started again: {reason}")
@@ -132,13 +139,13 @@ class ModelServer:
     async def _start(self) -> Engine:
         """Start an engine and publish it. Raises `EngineError` or `CacheError`."""
         backend = backend_for(self._args.backend)
-        weights = await asyncio.to_thread(_weights, self._args)
+        weights, spec = await asyncio.to_thread(_resolve, self._args, self._spec)
         executable = await asyncio.to_thread(backend.find_executable, os.environ)
         deadline = time.monotonic() + self._settings.cold_start_timeout_s
         for attempt in range(_PORT_ATTEMPTS):
             plan = await asyncio.to_thread(
                 backend.plan,
-                self._spec,
+                spec,
                 weights,
                 self._devices,
                 free_port(),
@@ -146,7 +153,7 @@ class ModelServer:
                 os.environ,
             )
             vram = VramWatch(self._devices.gpus)
-            self._engine = Engine(backend, self._spec, plan, self._engine_log, vram=vram)
+            self._engine = Engine(backend, spec, plan, self._engine_log, vram=vram)
             try:
                 await self._engine.start(max(0.1, deadline - time.monotonic()))
             except EnginePortTaken:
@@ -264,7 +271,11 @@ def _engine_spec(args: ModelArgs) -> EngineSpec:
     )
 
 
-def _weights(args: ModelArgs) -> Path:
+def _resolve(args: ModelArgs, spec: EngineSpec) -> tuple[Path, EngineSpec]:
+    """Where the weights are, and the engine's settings with their paths as they are here.
+
+    Raises `CacheError`.
+    """
     caches = [
         ModelCache.model_validate(
             {"metadata": {"name": cache.name, "namespace": args.namespace}, "spec": cache.spec}
@@ -280,7 +291,8 @@ def _weights(args: ModelArgs) -> Path:
         roots=[Path(root) for root in args.roots],
         backend=args.backend,
     )
-    return found.path
+    block = resolve_block(spec.block, found, found.claim)
+    return found.path, dataclasses.replace(spec, block=block)
 
 
 def _notice_data(notice: Notice) -> NoticeData:
