@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexinfer.scheduling import Demand, Node, Replica
-from flexinfer.serving.reports import Report, decode, encode, merge
+from flexinfer.serving.reports import Bounds, Report, decode, encode, merge
 
 NAMES = st.from_regex(r"[a-z]([-a-z0-9]{0,8}[a-z0-9])?", fullmatch=True)
 NODES = st.text(st.characters(blacklist_characters="|", codec="ascii"), min_size=1, max_size=8)
@@ -23,8 +23,18 @@ DEMANDS = st.builds(
     unload=st.booleans(),
     retry_in_s=SECONDS,
 )
+BOUNDS = st.builds(
+    Bounds,
+    gpus=st.integers(0, 8),
+    replicas_max=st.integers(0, 8),
+    replicas_min=st.none() | st.integers(0, 8),
+    priority=st.integers(0, 1000),
+    idle_timeout_s=SECONDS,
+    nodes=st.none() | st.frozensets(NODES, max_size=3),
+)
 REPORTS = st.builds(
     Report,
+    bounds=st.dictionaries(NAMES, BOUNDS, max_size=4),
     nodes=st.lists(st.builds(Node, NODES, st.integers(0, 8)), unique_by=lambda n: n.id).map(tuple),
     demands=st.dictionaries(NAMES, DEMANDS, max_size=4),
     replicas=st.dictionaries(
@@ -44,6 +54,7 @@ def test_a_report_comes_out_as_it_went_in(report: Report) -> None:
     assert all(isinstance(value, float | int) for value in stats.values())
     found = decode(stats)
     assert set(found.nodes) == set(report.nodes)
+    assert found.bounds == report.bounds
     assert found.demands == report.demands
     assert placed(found) == placed(report)
 
