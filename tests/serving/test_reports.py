@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexinfer.scheduling import Demand, Node, Replica
@@ -26,8 +26,8 @@ DEMANDS = st.builds(
 BOUNDS = st.builds(
     Bounds,
     gpus=st.integers(0, 8),
-    replicas_max=st.integers(0, 8),
-    replicas_min=st.none() | st.integers(0, 8),
+    replicas=st.integers(0, 8),
+    min_replicas=st.none() | st.integers(0, 8),
     priority=st.integers(0, 1000),
     idle_timeout_s=SECONDS,
     nodes=st.none() | st.frozensets(NODES, max_size=3),
@@ -48,6 +48,7 @@ def placed(report: Report) -> dict[str, Counter[Replica]]:
     return {name: Counter(found) for name, found in report.replicas.items() if found}
 
 
+@settings(max_examples=40, deadline=None)
 @given(REPORTS)
 def test_a_report_comes_out_as_it_went_in(report: Report) -> None:
     stats = encode(report)
@@ -59,6 +60,7 @@ def test_a_report_comes_out_as_it_went_in(report: Report) -> None:
     assert placed(found) == placed(report)
 
 
+@settings(max_examples=40, deadline=None)
 @given(REPORTS)
 def test_rays_own_numbers_are_passed_over(report: Report) -> None:
     stats = encode(report)
@@ -86,6 +88,7 @@ def test_several_gateways_demands_add_up() -> None:
     )
 
 
+@settings(max_examples=40, deadline=None)
 @given(REPORTS)
 def test_one_gateways_word_is_enough(report: Report) -> None:
     assert merge([report]) == report
