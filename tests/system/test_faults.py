@@ -92,7 +92,7 @@ def test_a_model_that_cannot_start_fails_with_its_reason_and_others_serve_on(
             "9 GPU",
         ),
         "missing": (manifest("missing", model="/nowhere/model.gguf"), "/nowhere/model.gguf"),
-        "cut": (manifest("cut", model=str(truncated(tmp_path))), "cut.gguf"),
+        "cut": (manifest("cut", model=str(truncated(tmp_path))), "incomplete"),
         "quits": (manifest("quits", fake={"FAKE_EXIT_LOADING": "3"}), "3"),
         "hangs": (
             manifest("hangs", fake={"FAKE_HANG_LOADING": "503"}, coldStartTimeoutSeconds=2),
