@@ -27,7 +27,13 @@ from flexinfer.cache.errors import CacheError
 from flexinfer.cache.locate import locate
 from flexinfer.cache.userpaths import resolve_block
 from flexinfer.engines.backend import Backend, backend_for
-from flexinfer.engines.errors import EngineError, EngineExited, EnginePortTaken, EngineStartError
+from flexinfer.engines.errors import (
+    EngineError,
+    EngineExited,
+    EnginePortTaken,
+    EngineStartError,
+    EngineStartTimeout,
+)
 from flexinfer.engines.gpus import assign, count_gpus
 from flexinfer.engines.logs import EngineLog, log_path
 from flexinfer.engines.ports import free_port
@@ -141,7 +147,8 @@ class ModelServer:
         backend = backend_for(self._args.backend)
         weights, spec = await asyncio.to_thread(_resolve, self._args, self._spec)
         executable = await asyncio.to_thread(backend.find_executable, os.environ)
-        deadline = time.monotonic() + self._settings.cold_start_timeout_s
+        limit = self._settings.cold_start_timeout_s
+        deadline = time.monotonic() + limit
         for attempt in range(_PORT_ATTEMPTS):
             plan = await asyncio.to_thread(
                 backend.plan,
@@ -160,6 +167,9 @@ class ModelServer:
                 if attempt == _PORT_ATTEMPTS - 1:
                     raise
                 continue
+            except EngineStartTimeout as error:
+                reason = f"not ready within {limit:g} s (coldStartTimeoutSeconds)"
+                raise EngineStartTimeout(reason, log_tail=error.log_tail) from None
             self._publish_ready(backend, weights, plan, self._engine)
             return self._engine
         raise AssertionError("the loop above returns or raises")

@@ -184,7 +184,7 @@ def test_a_removed_model_ends_although_it_is_loading(up: Up) -> None:
         up.wait_state("loading", "starting")
         wait_for(lambda: up.engines("loading"), "its engine is loading")
     # `serving` has waited until nothing of it is left
-    assert last_error(stream.text or json_as_event(stream.end()))["code"] == "model_not_found"
+    assert last_error(json_as_event(stream.end()))["code"] == "model_not_found"
 
 
 def json_as_event(text: str) -> str:
