@@ -5,7 +5,8 @@
 For the engine of fixed rate (tests/fakes) and for llama-server:
 
 * time to the first byte, median and 95th percentile, at 1, 32 and 64 clients that each send one
-  short request after the other;
+  request after the other, beginning at different moments: streams of one second from the engine of
+  fixed rate, of one token from llama-server;
 * chunks that arrive a second at 64 streams of 50 tokens a second, as a share of what was sent;
 * from zero: request to first byte, minus what the engine alone takes from its start to its first
   byte.
@@ -100,16 +101,17 @@ class Client:
         finally:
             writer.close()
 
-    async def first_bytes(self, clients: int, seconds: float) -> Times:
+    async def first_bytes(self, clients: int, seconds: float, tokens: int) -> Times:
         found: list[float] = []
         deadline = time.perf_counter() + seconds
 
-        async def one() -> None:
+        async def one(number: int) -> None:
+            await asyncio.sleep(number / clients)
             while time.perf_counter() < deadline:
-                first, _ = await self.stream(1)
+                first, _ = await self.stream(tokens)
                 found.append(first * 1000)
 
-        await asyncio.gather(*(one() for _ in range(clients)))
+        await asyncio.gather(*(one(number) for number in range(clients)))
         return Times(found)
 
     async def chunk_rate(self, seconds: float) -> float:
@@ -197,8 +199,9 @@ async def measure(up: Up, engine: str, seconds: float) -> list[list[str]]:
         await Client(up.port, name).stream(1)
         alone, ours = Client(port, "alone"), Client(up.port, name)
         for clients in CLIENTS:
-            direct = await alone.first_bytes(clients, seconds)
-            through = await ours.first_bytes(clients, seconds)
+            tokens = RATE if fake else 1
+            direct = await alone.first_bytes(clients, seconds, tokens)
+            through = await ours.first_bytes(clients, seconds, tokens)
             rows.append(
                 [
                     engine,
