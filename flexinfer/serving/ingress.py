@@ -95,6 +95,8 @@ class Ingress:
             await send({"type": "http.response.start", "status": 204, "headers": []})
             await send({"type": "http.response.body", "body": b""})
             return
+        if method not in _SAFE:
+            self._refuse_foreign_page(headers)
         if not _DOTS.isdisjoint(path.split("/")):
             # An engine might resolve them, to something outside of /v1.
             raise NotFound("a path may not contain . or .. segments", code="not_found")
@@ -277,6 +279,21 @@ class Ingress:
             ),
             (b"access-control-max-age", b"600"),
         ]
+
+    def _refuse_foreign_page(self, headers: dict[bytes, bytes]) -> None:
+        """A page that may not read answers may not load models either.
+
+        Browsers send some POSTs without asking first, and then tell where they come from. A page
+        of this very host is none of another's.
+        """
+        origin = headers.get(b"origin", b"").decode("latin-1")
+        own = headers.get(b"host", b"").decode("latin-1")
+        if origin and not self._allows(origin) and origin.partition("://")[2] != own:
+            raise BadRequest(
+                f"pages of {origin} may not call this API: --cors-origin {origin} allows them",
+                code="origin_not_allowed",
+                status=403,
+            )
 
     def _allows(self, origin: str) -> bool:
         allowed = self._gateway.args.cors_origins

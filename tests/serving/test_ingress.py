@@ -357,6 +357,14 @@ async def test_browsers_may_not_call_from_elsewhere(client: Any, origin: str) ->
     assert not [name for name in preflight.headers if name.startswith("access-control")]
     answer = await client.post(CHAT, json=chat(), headers={"origin": origin})
     assert not [name for name in answer.headers if name.startswith("access-control")]
+    # Not being able to read the answer would not keep a page from waking models.
+    assert answer.status_code == 403
+    assert answer.json()["error"]["code"] == "origin_not_allowed"
+
+
+async def test_a_page_of_this_host_may_call(client: Any) -> None:
+    headers = {"origin": "https://llm.example:8000", "host": "llm.example:8000"}
+    assert (await client.post(CHAT, json=chat(), headers=headers)).status_code == 200
 
 
 async def test_a_preflight_needs_no_key(engine: OddEngine) -> None:
