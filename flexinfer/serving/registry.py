@@ -72,10 +72,11 @@ class Registry:
         """
         entry = self._models[name]
         if not self.fresh:
+            wanted = max(entry.target, 1 if entry.ongoing > 0 else 0)
             bounds = self._report.bounds.get(name) if self._report is not None else None
-            least, most = (bounds.min_replicas or 0, bounds.replicas) if bounds else (0, 1)
-            wanted = max(entry.target, least, 1 if entry.ongoing > 0 else 0)
-            return min(wanted, max(most, entry.target) if bounds is None else most)
+            if bounds is None:
+                return wanted
+            return min(max(wanted, bounds.min_replicas or 0), bounds.replicas)
         decided = self._decision.targets.get(name)
         return decided.replicas if decided is not None else entry.target
 

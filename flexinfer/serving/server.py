@@ -18,7 +18,6 @@ from typing import Any
 
 import platformdirs
 import ray
-from pydantic import TypeAdapter
 
 from flexinfer.api.blocks import BLOCK_TYPES
 from flexinfer.api.modelcache import ModelCache
@@ -270,7 +269,7 @@ def _assigned_gpus() -> tuple[int, ...]:
 
 
 def _engine_spec(args: ModelArgs) -> EngineSpec:
-    block = TypeAdapter(BLOCK_TYPES[args.backend]).validate_python(args.block)
+    block = BLOCK_TYPES[args.backend].model_validate(args.block)
     return EngineSpec(
         name=args.name,
         namespace=args.namespace,
