@@ -15,6 +15,7 @@ from flexinfer.serving.args import (
     MODEL_DEPLOYMENT,
     GatewayArgs,
     ModelArgs,
+    ModelSettings,
 )
 from flexinfer.serving.gateway import NODE_LABEL, Gateway
 from flexinfer.serving.server import ModelServer
@@ -43,6 +44,8 @@ def build_model(args: dict[str, Any]) -> Application:
     deployment = serve.deployment(
         name=MODEL_DEPLOYMENT,
         ray_actor_options=actor,
+        # A config may leave it out, and Serve then would not call `reconfigure`.
+        user_config=ModelSettings().model_dump(mode="json"),
         request_router_config=RequestRouterConfig(
             request_router_class="flexinfer.serving.router:LeaseRouter"
         ),

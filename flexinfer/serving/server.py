@@ -60,6 +60,7 @@ class ModelServer:
     async def __init__(self, args: dict[str, Any]) -> None:  # type: ignore[misc]
         self._args = ModelArgs.model_validate(args)
         self._settings = ModelSettings()
+        self._configured = asyncio.Event()
         self._spec = _engine_spec(self._args)
         self._devices = assign(_assigned_gpus(), count_gpus())
         self._log_file = log_path(log_directory(), self._args.namespace, self._args.name)
@@ -87,9 +88,10 @@ class ModelServer:
             "node": ray.get_runtime_context().get_node_id(),
         }
 
-    def reconfigure(self, user_config: dict[str, Any]) -> None:
+    async def reconfigure(self, user_config: dict[str, Any]) -> None:
         """Take over live settings: `ModelSettings` as plain data."""
         self._settings = ModelSettings.model_validate(user_config)
+        self._configured.set()
 
     async def check_health(self) -> None:
         """Raise if this replica cannot look after its engine any more.
@@ -117,6 +119,8 @@ class ModelServer:
     # -- the engine's life
 
     async def _supervise(self) -> None:
+        # Serve hands over the settings after the constructor; the first start is bound by them too.
+        await self._configured.wait()
         quick_deaths = 0
         while not self._draining:
             self._publish(ReplicaState.STARTING)
