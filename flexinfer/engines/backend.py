@@ -6,14 +6,14 @@ no process: `process.Engine` does. Nothing in a backend may start an engine or w
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from flexinfer.engines.errors import EngineConfigError, ExitStatus
 from flexinfer.engines.gpus import Devices
 from flexinfer.engines.launch import StopPolicy
-from flexinfer.engines.spec import EngineSpec, Executable, LaunchPlan
+from flexinfer.engines.spec import EngineSpec, Executable, LaunchPlan, RequestRules
 
 if TYPE_CHECKING:
     import aiohttp
@@ -31,11 +31,27 @@ class Backend(Protocol):
         """How it is asked to end, and how long that may take."""
 
     @property
-    def drop_request_headers(self) -> frozenset[str]:
-        """Request headers, in lower case, that must not reach the engine."""
+    def requests(self) -> RequestRules:
+        """What of a client's request must not reach the engine as it is."""
 
     def find_executable(self, environ: Mapping[str, str]) -> Executable:
         """Find the engine's program. Raises `EngineNotFound`, which names every place tried."""
+
+    async def prepare(
+        self,
+        spec: EngineSpec,
+        weights: Path,
+        executable: Executable,
+        environ: Mapping[str, str],
+        progress: Callable[[str], None],
+    ) -> Path:
+        """Bring the weights into the form that the engine reads, and return where that is.
+
+        Comes before the start and is not part of it: it may take as long as a download takes, says
+        how far it is by `progress`, needs no GPU, and ends by itself when nothing moves any more.
+        Doing it again costs next to nothing. Raises `EngineStartError`. Most engines return
+        `weights` as they are.
+        """
 
     def plan(
         self,
@@ -72,6 +88,13 @@ class Backend(Protocol):
 
     async def is_ready(self, client: aiohttp.ClientSession, base_url: str) -> bool:
         """Whether it answers requests. Connection errors mean no and are not raised."""
+
+    async def load(self, client: aiohttp.ClientSession, plan: LaunchPlan) -> None:
+        """Have the model loaded, by an engine that answers before it has loaded one.
+
+        Called once, after `is_ready`; returns when requests can be served. The caller bounds the
+        time and cancels. Raises `EngineStartError`. Most engines have nothing to do here.
+        """
 
     async def is_alive(self, client: aiohttp.ClientSession, base_url: str) -> bool:
         """Whether an engine that was ready still works, not only its HTTP server.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -29,6 +30,32 @@ def named_or_on_path(variable: str, program: str, environ: Mapping[str, str]) ->
     if on_path := shutil.which(program, path=environ.get("PATH", os.defpath)):
         return Executable(Path(on_path).absolute(), found_by="PATH")
     return None
+
+
+def interpreter_of(script: Path) -> Path | None:
+    """Return the Python that a console script runs in, None if it is not such a script.
+
+    Installers write the interpreter into the first line; where that line would be too long for the
+    kernel, they write a shell line that runs it, as the second.
+    """
+    try:
+        with script.open("rb") as file:
+            first, second = file.readline(4096), file.readline(4096)
+    except OSError:
+        return None
+    if not first.startswith(b"#!"):
+        return None
+    words = first[2:].split()
+    if words and words[0] == b"/bin/sh":
+        quoted = re.search(rb"exec['\" ]+(/[^'\"]+?)['\" ]", second)
+        words = [quoted[1]] if quoted else []
+    elif words and words[0].endswith(b"/env"):
+        found = shutil.which(os.fsdecode(words[1])) if len(words) > 1 else None
+        words = [os.fsencode(found)] if found else []
+    if not words or not Path(os.fsdecode(words[0])).name.startswith("python"):
+        return None
+    python = Path(os.fsdecode(words[0]))
+    return python if os.access(python, os.X_OK) else None
 
 
 def in_package(package: str, inside: str) -> Executable | None:

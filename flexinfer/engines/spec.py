@@ -44,6 +44,19 @@ class EngineSpec:
 
 
 @dataclass(frozen=True)
+class RequestRules:
+    """What has to be changed of a client's request before the engine sees it.
+
+    `drop_headers` are header names in lower case; `drop_fields` and `rename_fields` (old name to
+    new) concern the top level of a JSON body. A field is not renamed over one that is there.
+    """
+
+    drop_headers: frozenset[str] = frozenset()
+    drop_fields: frozenset[str] = frozenset()
+    rename_fields: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Executable:
     """An engine's program, and where it was found.
 

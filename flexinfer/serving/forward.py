@@ -37,6 +37,7 @@ from flexinfer.serving.responses import (
     send_json,
 )
 from flexinfer.serving.slots import Slot
+from flexinfer.serving.status import EngineAddress
 
 _PROGRESS_S = 1.0
 _DIAL_ATTEMPTS = 20
@@ -252,10 +253,11 @@ class Exchange:
         wanted = slot.engine.request_model
         if request.json is None:
             return replace_multipart_model(request.body, request.content_type, wanted)
-        if request.json.get("model") == wanted:
+        changed = _for_engine(request.json, slot.engine)
+        if changed == request.json:
             return request.body
         try:
-            return json.dumps({**request.json, "model": wanted}).encode()
+            return json.dumps(changed).encode()
         except RecursionError:
             raise BadRequest("the body is nested too deeply", code="invalid_json") from None
 
@@ -361,6 +363,15 @@ class Exchange:
             self._first_byte_seen = True
             elapsed = time.monotonic() - self._began
             self._metrics.first_byte.labels(self._backlog.config.name).observe(elapsed)
+
+
+def _for_engine(body: dict[str, Any], engine: EngineAddress) -> dict[str, Any]:
+    changed = {name: value for name, value in body.items() if name not in engine.drop_fields}
+    for old, new in engine.rename_fields.items():
+        if old in changed:
+            value = changed.pop(old)
+            changed.setdefault(new, value)
+    return {**changed, "model": engine.request_model}
 
 
 async def _until_gone(receive: Receive) -> None:

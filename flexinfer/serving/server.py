@@ -150,6 +150,10 @@ class ModelServer:
         backend = backend_for(self._args.backend)
         weights, spec = await asyncio.to_thread(_resolve, self._args, self._spec)
         executable = await asyncio.to_thread(backend.find_executable, os.environ)
+        weights = await backend.prepare(
+            spec, weights, executable, os.environ, self._report_progress
+        )
+        self._publish(ReplicaState.STARTING)
         limit = self._settings.cold_start_timeout_s
         deadline = time.monotonic() + limit
         for attempt in range(_PORT_ATTEMPTS):
@@ -237,6 +241,9 @@ class ModelServer:
         self._status = self._status.model_copy(update=changes)
         self._listener.publish(self._status)
 
+    def _report_progress(self, message: str) -> None:
+        self._publish(ReplicaState.STARTING, message)
+
     def _publish_ready(
         self, backend: Backend, weights: Path, plan: LaunchPlan, engine: Engine
     ) -> None:
@@ -244,7 +251,9 @@ class ModelServer:
             host=plan.host,
             port=plan.port,
             request_model=backend.request_model(self._spec, weights),
-            drop_headers=sorted(backend.drop_request_headers),
+            drop_headers=sorted(backend.requests.drop_headers),
+            drop_fields=sorted(backend.requests.drop_fields),
+            rename_fields=dict(backend.requests.rename_fields),
             parallel=backend.parallel(self._spec),
         )
         warnings = [_notice_data(notice) for notice in plan.warnings]

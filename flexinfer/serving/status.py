@@ -29,6 +29,9 @@ class EngineAddress(BaseModel):
     request_model: str
     """What a body's `model` must say."""
     drop_headers: list[str] = Field(default_factory=list)
+    drop_fields: list[str] = Field(default_factory=list)
+    rename_fields: dict[str, str] = Field(default_factory=dict)
+    """Of a JSON body's top level; see `flexinfer.engines.spec.RequestRules`."""
     parallel: int = 1
     """Requests that it works on at once."""
 

@@ -439,7 +439,7 @@ def test_backends_by_name() -> None:
     backend = backend_for("llama-cpp")
     assert backend.name == "llama-cpp"
     assert backend.request_model(engine_spec(), Path("/m.gguf")) == "smol"
-    assert "x-conversation-id" in backend.drop_request_headers
+    assert "x-conversation-id" in backend.requests.drop_headers
     with pytest.raises(EngineConfigError, match="not in this version"):
         backend_for("vllm")
     with pytest.raises(EngineConfigError, match="known: llama-cpp"):

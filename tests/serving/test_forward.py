@@ -192,6 +192,23 @@ async def test_an_engine_can_want_headers_dropped(stack: Stack, client: Any) -> 
     assert "x-quirk" not in engine.requests[0].headers
 
 
+async def test_an_engine_can_want_fields_dropped_and_renamed(stack: Stack, client: Any) -> None:
+    async with odd_engine() as engine:
+        backlog = stack.model()
+        replica = add_replica(backlog, None)
+        status = replica_status(ReplicaState.SERVING, port=engine.port)
+        assert status.engine is not None
+        rules = {"drop_fields": ["user"], "rename_fields": {"max_completion_tokens": "max_tokens"}}
+        address = status.engine.model_copy(update=rules)
+        backlog.update(replica, status.model_copy(update={"engine": address}))
+        await client.post(CHAT, json=chat(user="u", max_completion_tokens=7))
+        await client.post(CHAT, json=chat(max_completion_tokens=7, max_tokens=8))
+    first, second = map(json.loads, engine.bodies)
+    assert first["max_tokens"] == 7 and second["max_tokens"] == 8
+    for body in (first, second):
+        assert not {"user", "max_completion_tokens"} & body.keys()
+
+
 async def test_headers_of_an_answer(stack: Stack, client: Any) -> None:
     headers = {
         "x-timing": "7",
