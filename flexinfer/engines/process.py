@@ -44,8 +44,8 @@ class Engine:
     """One start of one engine. It does not start again: make another.
 
     Created in the event loop that uses it. `launch_id` identifies the start on this machine. With
-    `vram`, a stop also waits until the GPUs have their memory back; `vram_kept` says if they did
-    not in time.
+    `vram`, a stop also waits until the GPUs have their memory back, and a start until the last
+    engine's is; `vram_kept` and `vram_missing` say if that was not so in time.
     """
 
     def __init__(
@@ -64,6 +64,7 @@ class Engine:
         self.launch_id = launch_id or new_launch_id()
         self.started_in_s: float | None = None
         self.vram_kept: str | None = None
+        self.vram_missing: str | None = None
         self._backend = backend
         self._vram = vram
         self._launch = Launch(
@@ -185,9 +186,11 @@ class Engine:
             raise EngineStartError(f"left from an earlier start: {error}") from error
         if killed:
             _log.warning("ended %d processes that an earlier start left behind", len(killed))
-        if self._vram is not None:
-            self._vram.remember()
         self.log.clear()
+        if self._vram is not None:
+            self.vram_missing = await self._vram.before_start()
+            if self.vram_missing is not None:
+                self.log.note(f"memory of the last engine is missing: {self.vram_missing}")
         self.log.note(f"starting {Path(self.plan.argv[0]).name} on {self.url}")
         await self._launch.spawn(self.plan.argv, self.plan.env, self.plan.cwd)
         ready = asyncio.get_running_loop().create_task(self._until_loaded())

@@ -38,7 +38,7 @@ from flexinfer.engines.logs import EngineLog, log_path
 from flexinfer.engines.ports import free_port
 from flexinfer.engines.process import Engine
 from flexinfer.engines.spec import EngineSpec, LaunchPlan
-from flexinfer.engines.vram import VramWatch
+from flexinfer.engines.vram import VramWatch, state_directory
 from flexinfer.serving.args import ModelArgs, ModelSettings, NoticeData
 from flexinfer.serving.lease import LeaseListener
 from flexinfer.serving.status import EngineAddress, ReplicaState, ReplicaStatus
@@ -166,7 +166,7 @@ class ModelServer:
                 executable,
                 os.environ,
             )
-            vram = VramWatch(self._devices.gpus)
+            vram = VramWatch(self._devices.gpus, state=state_directory(os.environ))
             self._engine = Engine(backend, spec, plan, self._engine_log, vram=vram)
             try:
                 await self._engine.start(max(0.1, deadline - time.monotonic()))

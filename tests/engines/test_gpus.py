@@ -11,7 +11,6 @@ import pytest
 
 from flexinfer.engines import gpus
 from flexinfer.engines.gpus import Devices, NoGpus, assign, count_gpus, device_env
-from flexinfer.engines.vram import VramWatch
 
 GIB = 1 << 30
 XTX_VRAM = 25_753_026_560
@@ -165,18 +164,3 @@ def test_more_slots_than_gpus_are_pretended(machine: Callable[..., Path]) -> Non
     both = assign([0, 1], found)
     assert both.pretended
     assert both.mask == "0,1"
-
-
-async def test_waits_until_a_gpu_has_its_memory_back(machine: Callable[..., Path]) -> None:
-    root = machine(CPU, XTX)
-    gpu = count_gpus(root).gpus[0]
-    used = root / "sys/class/drm/renderD128/device/mem_info_vram_used"
-    watch = VramWatch([gpu], root)
-    watch.remember()
-    assert await watch.wait_back(timeout_s=0) is None
-    used.write_text(f"{3 * GIB}\n")
-    reason = await watch.wait_back(timeout_s=0)
-    assert reason is not None
-    assert "3072 MiB in use, 1024 MiB before" in reason
-    used.write_text(f"{GIB + GIB // 8}\n")
-    assert await watch.wait_back(timeout_s=0) is None
