@@ -100,8 +100,11 @@ class Backlog:
         # The engine's own start is bounded by its replica; this bounds all that comes before it,
         # and the turn of others while it serves.
         timeout = self.config.cold_start_timeout_s
-        done, _ = await asyncio.wait([waiter.future], timeout=timeout)
-        if done:
+        while not (await asyncio.wait([waiter.future], timeout=timeout))[0]:
+            # Fetching is not starting, and ends by itself when nothing comes any more.
+            if self.serving or not self._fetching:
+                break
+        if waiter.future.done():
             return waiter.future.result()
         name = self.config.name
         if self.serving:
@@ -159,6 +162,10 @@ class Backlog:
         return any(r.state is ReplicaState.SERVING for r in self.replicas.values())
 
     @property
+    def _fetching(self) -> bool:
+        return any(r.status is not None and r.status.fetching for r in self.replicas.values())
+
+    @property
     def queued(self) -> int:
         return len(self._waiters)
 
@@ -168,8 +175,9 @@ class Backlog:
 
     @property
     def idle_s(self) -> float:
-        """Since the last request ended; 0 while there are any."""
-        return 0.0 if self._waiters or self.running else self._clock() - self._last_activity
+        """Since the last request ended; 0 while there are any, or weights are being brought."""
+        busy = self._waiters or self.running or self._fetching
+        return 0.0 if busy else self._clock() - self._last_activity
 
     @property
     def last_activity_s(self) -> float | None:

@@ -231,7 +231,9 @@ class ModelServer:
     ) -> None:
         if self._draining and state is not ReplicaState.DRAINING:
             return
-        changes |= {
+        changes = {
+            "fetching": False,
+            **changes,
             "state": state,
             "message": message,
             "engine": engine,
@@ -242,7 +244,7 @@ class ModelServer:
         self._listener.publish(self._status)
 
     def _report_progress(self, message: str) -> None:
-        self._publish(ReplicaState.STARTING, message)
+        self._publish(ReplicaState.STARTING, message, fetching=True)
 
     def _publish_ready(
         self, backend: Backend, weights: Path, plan: LaunchPlan, engine: Engine

@@ -44,6 +44,8 @@ class ReplicaStatus(BaseModel):
     state: ReplicaState
     message: str = ""
     """Why it is in this state, where that needs saying."""
+    fetching: bool = False
+    """Its weights are being brought: the start, and its deadline, have not begun."""
     log_tail: list[str] = Field(default_factory=list)
     engine: EngineAddress | None = None
     pid: int

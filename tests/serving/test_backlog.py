@@ -209,6 +209,22 @@ async def test_a_model_that_does_not_come_up_in_time_is_a_refusal(make: Any) -> 
     assert "coldStartTimeoutSeconds" in error.message
 
 
+async def test_bringing_weights_is_not_part_of_the_start(make: Any, clock: Clock) -> None:
+    backlog = make(cold_start_timeout_s=0.01)
+    replica = add_replica(backlog, ReplicaState.STARTING, fetching=True, message="34 %")
+    waiting = ask(backlog)
+    await asyncio.wait([waiting], timeout=0.2)
+    assert not waiting.done()
+    assert backlog.describe() == ("starting", "34 %")
+    waiting.cancel()
+    await settle()
+    clock.now += 1000
+    assert backlog.idle_s == 0
+    backlog.update(replica, replica_status(ReplicaState.STARTING))
+    error = await refused(ask(backlog))
+    assert error.code == "model_start_timeout"
+
+
 # -- who is refused at once
 
 
