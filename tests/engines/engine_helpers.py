@@ -19,6 +19,7 @@ from flexinfer.engines.logs import EngineLog
 from flexinfer.engines.ports import free_port
 from flexinfer.engines.process import Engine
 from flexinfer.engines.spec import EngineSpec
+from flexinfer.engines.vram import VramWatch
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 FAKE = REPOSITORY / "tests/fakes/fixed_rate_engine.py"
@@ -69,7 +70,12 @@ class Workshop:
     engines: list[Engine] = field(default_factory=list)
 
     def engine(
-        self, *, executable: Path | None = FAKE, port: int | None = None, **options: Any
+        self,
+        *,
+        executable: Path | None = FAKE,
+        port: int | None = None,
+        vram: VramWatch | None = None,
+        **options: Any,
     ) -> Engine:
         """Return an engine that was not started. `FAKE_..` options are variables of the fake; the
         rest are settings of the block."""
@@ -85,6 +91,6 @@ class Workshop:
         devices = Devices(tuple(range(spec.gpus)), pretended=True)
         plan = backend.plan(spec, self.weights, devices, port or free_port(), found, environ)
         log = EngineLog(spec.name, self.logs / "smol.log", echo=False)
-        engine = Engine(backend, spec, plan, log)
+        engine = Engine(backend, spec, plan, log, vram=vram)
         self.engines.append(engine)
         return engine

@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 
 import pytest
+from engine_helpers import Workshop
 
 from flexinfer.engines.gpus import Gpu
 from flexinfer.engines.vram import VramWatch, state_directory
@@ -125,6 +126,28 @@ async def test_without_sysfs_or_gpus_there_is_nothing_to_wait_for(tmp_path: Path
         assert await watch.before_start(0) is None
         assert await watch.wait_back(0) is None
     assert not (tmp_path / "state").exists()
+
+
+async def test_no_engine_is_there_before_the_memory_is_back(
+    machine: Machine, workshop: Workshop
+) -> None:
+    await machine.watch().before_start(0)
+    machine.use(CARD, 20 * GIB)
+    engine = workshop.engine(vram=machine.watch())
+    starting = asyncio.ensure_future(engine.start(timeout_s=30))
+    await asyncio.wait([starting], timeout=0.3)
+    assert engine.pid is None and not starting.done()
+    machine.use(CARD, GIB)
+    await starting
+    assert engine.vram_missing is None
+    machine.use(CARD, 20 * GIB)
+    stopping = asyncio.ensure_future(engine.stop())
+    await asyncio.wait([engine.exited], timeout=20)
+    assert not stopping.done()
+    machine.use(CARD, GIB)
+    await stopping
+    assert engine.vram_kept is None
+    assert machine.files() == []
 
 
 def test_the_directory_is_this_users(tmp_path: Path) -> None:
