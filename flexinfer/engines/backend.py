@@ -81,7 +81,10 @@ class Backend(Protocol):
         """Whether a line of output says that asking `is_ready` is worth while now."""
 
     def explain(self, plan: LaunchPlan, status: ExitStatus, lines: Sequence[str]) -> str:
-        """Return in one line why the engine ended, from its exit, its last lines and its files."""
+        """Return in one line why the engine ended, from its exit, its last lines and its files.
+
+        With an empty status: why it never will be ready, although its process goes on.
+        """
 
     def port_taken(self, lines: Sequence[str]) -> bool:
         """Whether its last lines say that it could not listen on its port."""
@@ -106,9 +109,12 @@ class Backend(Protocol):
 def backend_for(name: str) -> Backend:
     """Return the backend of a `spec.backend`. Raises `EngineConfigError` if it has none yet."""
     from flexinfer.engines.llamacpp import LlamaCpp
+    from flexinfer.engines.mlc import MlcLlm
 
     if name == LlamaCpp.name:
         return LlamaCpp()
-    if name in ("mlc-llm", "vllm", "ollama"):
+    if name == MlcLlm.name:
+        return MlcLlm()
+    if name in ("vllm", "ollama"):
         raise EngineConfigError(f"backend {name} is not in this version; llama-cpp is")
     raise EngineConfigError(f"unknown backend {name}; known: llama-cpp, mlc-llm, ollama, vllm")
