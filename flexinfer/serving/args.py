@@ -71,6 +71,8 @@ class ModelSettings(_Data):
     health: HealthSettings = Field(default_factory=HealthSettings)
     cold_start_timeout_s: float = Field(default=600, gt=0)
     drain_timeout_s: float = Field(default=600, ge=0)
+    vram_check: Literal["error", "warn", "off"] = "warn"
+    """What a start does that will not fit into the free memory of its GPUs."""
 
 
 class NoticeData(_Data):

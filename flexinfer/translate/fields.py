@@ -58,7 +58,7 @@ _MODEL: dict[str, tuple[Cost, str, str]] = {
     "tolerations": ("live", _NOWHERE, "In a cluster it decides which pods there are."),
     "image": ("live", _NOWHERE, "In a cluster it decides which pods there are."),
     "healthCheck": ("live", "the model's replica", ""),
-    "vramCheck": ("live", "nowhere yet: this version does not check", ""),
+    "vramCheck": ("live", "the model's replica", "It counts at the next start."),
 }
 
 _GPUS: tuple[Cost, str, str] = ("restart", _ARGS, "Only another number of GPUs restarts.")

@@ -306,6 +306,7 @@ def _model_settings(model: ModelDeployment) -> dict[str, Any]:
         },
         "cold_start_timeout_s": float(spec.cold_start_timeout_seconds),
         "drain_timeout_s": float(spec.drain_timeout_seconds),
+        "vram_check": spec.effective_vram_check,
     }
 
 
