@@ -38,7 +38,8 @@ _FATAL: tuple[tuple[re.Pattern[str], _Reason], ...] = tuple(
         ),
         (r"Insufficient GPU memory error: (.+)", r"not enough GPU memory: \1"),
         (
-            r"\b((?:hip|cuda)\w+) failed with error: out of memory",
+            # The whole call is quoted: `hipMalloc(&ret, nbytes) failed with error: ..`
+            r"\b(hip\w+)\b.*? failed with error: out of memory",
             r"not enough GPU memory (\1): lower overrides.maxTotalSeqLength or maxNumSequence",
         ),
         (
@@ -51,9 +52,10 @@ _FATAL: tuple[tuple[re.Pattern[str], _Reason], ...] = tuple(
         ),
         (r"Check failed: .*Cannot open (\S+)", _cannot_open),
         (
-            r"(?:hipModuleLoadData\w*|cuModuleLoadData\w*) failed with error: (.+)",
+            r"\bhipModuleLoadData\b.*? failed with error: (.+)",
             r"the model library was compiled for another GPU (\1)",
         ),
+        (r"\bCUDA: out of memory", "not enough GPU memory: lower overrides.maxTotalSeqLength"),
         (r"hipErrorNoBinaryForGpu", "the build of MLC has no code for this GPU"),
         (
             r"JIT is disabled by MLC_JIT_POLICY=OFF",
