@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,9 @@ class Engine:
 
     Created in the event loop that uses it. `launch_id` identifies the start on this machine. With
     `vram`, a stop also waits until the GPUs have their memory back, and a start until the last
-    engine's is; `vram_kept` and `vram_missing` say if that was not so in time.
+    engine's is; `vram_kept` and `vram_missing` say if that was not so in time. `admit` is called in
+    a thread when the GPUs are free, just before the process is made; it raises `EngineStartError`
+    to prevent that.
     """
 
     def __init__(
@@ -58,6 +61,7 @@ class Engine:
         launch_id: str | None = None,
         *,
         vram: VramWatch | None = None,
+        admit: Callable[[], None] | None = None,
     ) -> None:
         self.spec = spec
         self.plan = plan
@@ -68,6 +72,7 @@ class Engine:
         self.vram_missing: str | None = None
         self._backend = backend
         self._vram = vram
+        self._admit = admit
         self._launch = Launch(
             self.launch_id,
             log.feed,
@@ -192,6 +197,8 @@ class Engine:
             self.vram_missing = await self._vram.before_start()
             if self.vram_missing is not None:
                 self.log.note(f"memory of the last engine is missing: {self.vram_missing}")
+        if self._admit is not None:
+            await asyncio.to_thread(self._admit)
         self.log.note(f"starting {Path(self.plan.argv[0]).name} on {self.url}")
         await self._launch.spawn(self.plan.argv, self.plan.env, self.plan.cwd)
         ready = asyncio.get_running_loop().create_task(self._until_loaded())

@@ -75,6 +75,7 @@ class Workshop:
         executable: Path | None = FAKE,
         port: int | None = None,
         vram: VramWatch | None = None,
+        admit: Callable[[], None] | None = None,
         **options: Any,
     ) -> Engine:
         """Return an engine that was not started. `FAKE_..` options are variables of the fake; the
@@ -91,6 +92,6 @@ class Workshop:
         devices = Devices(tuple(range(spec.gpus)), pretended=True)
         plan = backend.plan(spec, self.weights, devices, port or free_port(), found, environ)
         log = EngineLog(spec.name, self.logs / "smol.log", echo=False)
-        engine = Engine(backend, spec, plan, log, vram=vram)
+        engine = Engine(backend, spec, plan, log, vram=vram, admit=admit)
         self.engines.append(engine)
         return engine

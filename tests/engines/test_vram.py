@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from engine_helpers import Workshop
 
+from flexinfer.engines.errors import EngineStartError
 from flexinfer.engines.gpus import Gpu
 from flexinfer.engines.vram import VramWatch, state_directory
 
@@ -148,6 +149,27 @@ async def test_no_engine_is_there_before_the_memory_is_back(
     await stopping
     assert engine.vram_kept is None
     assert machine.files() == []
+
+
+async def test_an_engine_that_is_not_admitted_is_not_started(
+    machine: Machine, workshop: Workshop
+) -> None:
+    await machine.watch().before_start(0)
+    machine.use(CARD, 20 * GIB)
+    asked: list[str] = []
+
+    def refuse() -> None:
+        asked.append("asked")
+        raise EngineStartError("it will not fit")
+
+    engine = workshop.engine(vram=machine.watch(), admit=refuse)
+    starting = asyncio.ensure_future(engine.start(timeout_s=30))
+    await asyncio.wait([starting], timeout=0.2)
+    assert not asked, "it is asked only when the last engine's memory is back"
+    machine.use(CARD, GIB)
+    with pytest.raises(EngineStartError, match="it will not fit"):
+        await starting
+    assert asked and engine.pid is None
 
 
 def test_the_directory_is_this_users(tmp_path: Path) -> None:
