@@ -110,11 +110,14 @@ def backend_for(name: str) -> Backend:
     """Return the backend of a `spec.backend`. Raises `EngineConfigError` if it has none yet."""
     from flexinfer.engines.llamacpp import LlamaCpp
     from flexinfer.engines.mlc import MlcLlm
+    from flexinfer.engines.vllm import Vllm
 
     if name == LlamaCpp.name:
         return LlamaCpp()
     if name == MlcLlm.name:
         return MlcLlm()
-    if name in ("vllm", "ollama"):
+    if name == Vllm.name:
+        return Vllm()
+    if name == "ollama":
         raise EngineConfigError(f"backend {name} is not in this version; llama-cpp is")
     raise EngineConfigError(f"unknown backend {name}; known: llama-cpp, mlc-llm, ollama, vllm")

@@ -441,6 +441,6 @@ def test_backends_by_name() -> None:
     assert backend.request_model(engine_spec(), Path("/m.gguf")) == "smol"
     assert "x-conversation-id" in backend.requests.drop_headers
     with pytest.raises(EngineConfigError, match="not in this version"):
-        backend_for("vllm")
+        backend_for("ollama")
     with pytest.raises(EngineConfigError, match="known: llama-cpp"):
         backend_for("tgi")
