@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 import flexinfer
-from flexinfer.cli import get, logs, render, up, validate
+from flexinfer.cli import fit, get, logs, render, up, validate
 
 app = typer.Typer(
     name="flexinfer",
@@ -37,6 +37,7 @@ def _flexinfer(
 
 app.command("up")(up.up)
 app.command("validate")(validate.validate)
+app.command("fit")(fit.fit)
 app.add_typer(get.app, name="get")
 app.command("logs")(logs.logs)
 app.add_typer(render.app, name="render")
