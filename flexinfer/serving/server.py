@@ -13,6 +13,7 @@ import logging
 import os
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +38,10 @@ from flexinfer.engines.gpus import assign, count_gpus
 from flexinfer.engines.logs import EngineLog, log_path
 from flexinfer.engines.ports import free_port
 from flexinfer.engines.process import Engine
-from flexinfer.engines.spec import EngineSpec, LaunchPlan
+from flexinfer.engines.spec import EngineSpec, Executable
 from flexinfer.engines.vram import VramWatch, state_directory
 from flexinfer.serving.args import ModelArgs, ModelSettings, NoticeData
+from flexinfer.serving.fit import check_memory
 from flexinfer.serving.lease import LeaseListener
 from flexinfer.serving.status import EngineAddress, ReplicaState, ReplicaStatus
 
@@ -156,30 +158,48 @@ class ModelServer:
         self._publish(ReplicaState.STARTING)
         limit = self._settings.cold_start_timeout_s
         deadline = time.monotonic() + limit
-        for attempt in range(_PORT_ATTEMPTS):
-            plan = await asyncio.to_thread(
-                backend.plan,
-                spec,
-                weights,
-                self._devices,
-                free_port(),
-                executable,
-                os.environ,
-            )
-            vram = VramWatch(self._devices.gpus, state=state_directory(os.environ))
-            self._engine = Engine(backend, spec, plan, self._engine_log, vram=vram)
+        for attempt in range(1, _PORT_ATTEMPTS + 1):
             try:
-                await self._engine.start(max(0.1, deadline - time.monotonic()))
+                return await self._start_once(backend, spec, weights, executable, deadline)
             except EnginePortTaken:
-                if attempt == _PORT_ATTEMPTS - 1:
+                if attempt == _PORT_ATTEMPTS:
                     raise
-                continue
             except EngineStartTimeout as error:
                 reason = f"not ready within {limit:g} s (coldStartTimeoutSeconds)"
                 raise EngineStartTimeout(reason, log_tail=error.log_tail) from None
-            self._publish_ready(backend, weights, plan, self._engine)
-            return self._engine
         raise AssertionError("the loop above returns or raises")
+
+    async def _start_once(
+        self,
+        backend: Backend,
+        spec: EngineSpec,
+        weights: Path,
+        executable: Executable,
+        deadline: float,
+    ) -> Engine:
+        """Start an engine on some port. Raises `EngineError`."""
+        plan = await asyncio.to_thread(
+            backend.plan, spec, weights, self._devices, free_port(), executable, os.environ
+        )
+        notices = list(plan.warnings)
+
+        def admit() -> None:
+            notices.extend(check_memory(spec, weights, self._devices, self._settings.vram_check))
+
+        engine = self._engine = Engine(
+            backend,
+            spec,
+            plan,
+            self._engine_log,
+            vram=VramWatch(self._devices.gpus, state=state_directory(os.environ)),
+            admit=admit,
+        )
+        await engine.start(max(0.1, deadline - time.monotonic()))
+        if engine.vram_missing is not None:
+            message = f"memory of the last engine is missing: {engine.vram_missing}"
+            notices.append(spec.notice("MemoryMissing", message))
+        self._publish_ready(backend, weights, engine, notices)
+        return engine
 
     async def _watch(self, engine: Engine) -> str:
         """Return why the engine, which was ready, has to be replaced."""
@@ -247,22 +267,24 @@ class ModelServer:
         self._publish(ReplicaState.STARTING, message, fetching=True)
 
     def _publish_ready(
-        self, backend: Backend, weights: Path, plan: LaunchPlan, engine: Engine
+        self, backend: Backend, weights: Path, engine: Engine, notices: Sequence[Notice]
     ) -> None:
         address = EngineAddress(
-            host=plan.host,
-            port=plan.port,
+            host=engine.plan.host,
+            port=engine.plan.port,
             request_model=backend.request_model(self._spec, weights),
             drop_headers=sorted(backend.requests.drop_headers),
             drop_fields=sorted(backend.requests.drop_fields),
             rename_fields=dict(backend.requests.rename_fields),
             parallel=backend.parallel(self._spec),
         )
-        warnings = [_notice_data(notice) for notice in plan.warnings]
-        for notice in plan.warnings:
+        for notice in notices:
             self._engine_log.note(f"warning: {notice.message}")
         self._publish(
-            ReplicaState.SERVING, engine=address, warnings=warnings, start_s=engine.started_in_s
+            ReplicaState.SERVING,
+            engine=address,
+            warnings=[_notice_data(notice) for notice in notices],
+            start_s=engine.started_in_s,
         )
 
     def _fail(self, error: EngineError | CacheError) -> None:

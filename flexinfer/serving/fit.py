@@ -1,0 +1,50 @@
+"""`vramCheck`: what a start does that will not fit into what is free on its GPUs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from flexinfer.api.modeldeployment import VramCheck
+from flexinfer.api.notices import Notice
+from flexinfer.engines.errors import EngineStartError
+from flexinfer.engines.gpus import Devices
+from flexinfer.engines.memory import (
+    MemoryPlanError,
+    free_vram,
+    judge,
+    least_vram,
+    plan_memory,
+)
+from flexinfer.engines.spec import EngineSpec
+
+_FIELD = "spec.vramCheck"
+
+
+def check_memory(
+    spec: EngineSpec,
+    weights: Path,
+    devices: Devices,
+    check: VramCheck,
+    root: Path = Path("/"),
+) -> tuple[Notice, ...]:
+    """Return what there is to say about the memory that a start will need.
+
+    To be called when the GPUs are the engine's own. Reads the model's files, so it blocks. Says
+    nothing where there is no GPU. Raises `EngineStartError` if it will not fit and `check` is
+    `error`. `root` is the root of the file system with `sys`.
+    """
+    if check == "off" or not devices.gpus:
+        return ()
+    total = least_vram(devices)
+    try:
+        plan = plan_memory(spec, weights, vram_bytes=total)
+    except MemoryPlanError as error:
+        return (spec.notice("MemoryUnknown", f"cannot tell what it needs: {error}", _FIELD),)
+    verdict = judge(plan, free_vram(devices, root), total)
+    if verdict.fits is not False:
+        return ()
+    if check == "error":
+        raise EngineStartError(
+            f"it will not fit: {verdict.message} (vramCheck: warn would try all the same)"
+        )
+    return (spec.notice("MemoryTight", verdict.message, _FIELD),)
