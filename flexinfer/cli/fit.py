@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from flexinfer.engines.memory import MemoryPlan, Share, Verdict
 
 _NOTHING = "-"
+_WIDEST = 1000  # the table is as wide as it needs to be
 _WORDS = {True: "fits", False: "does not fit", None: "unknown"}
 _STYLES = {True: "green", False: "red", None: "yellow"}
 
@@ -129,9 +130,8 @@ def fit(
     elif not rows:
         console.err.print("There is no ModelDeployment.")
     else:
-        table = _table(rows)
         # In a narrow terminal lines may wrap, but no figure may be cut short.
-        console.out.print(table, width=console.out.measure(table).maximum, crop=False)
+        console.out.print(_table(rows), width=_WIDEST, crop=False)
         for row in rows:
             _explain(row)
     if any(row.verdict.fits is False for row in rows):
@@ -201,8 +201,7 @@ def _gpus(count: int, size: int | None) -> tuple[int | None, tuple[int | None, .
 
     inventory = count_gpus()
     if inventory.count < count:
-        found = str(inventory) if inventory.count else inventory.detail
-        return None, (), f"this machine has no {count} GPUs ({found}); say --vram"
+        return None, (), f"this machine has not that many GPUs ({inventory}); say --vram"
     everything = assign(range(inventory.count), inventory)
     free = free_vram(everything)
     best = sorted(range(inventory.count), key=lambda index: -(free[index] or 0))[:count]
