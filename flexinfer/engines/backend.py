@@ -107,9 +107,10 @@ class Backend(Protocol):
 
 
 def backend_for(name: str) -> Backend:
-    """Return the backend of a `spec.backend`. Raises `EngineConfigError` if it has none yet."""
+    """Return the backend of a `spec.backend`. Raises `EngineConfigError` if there is none."""
     from flexinfer.engines.llamacpp import LlamaCpp
     from flexinfer.engines.mlc import MlcLlm
+    from flexinfer.engines.ollama import Ollama
     from flexinfer.engines.vllm import Vllm
 
     if name == LlamaCpp.name:
@@ -118,6 +119,6 @@ def backend_for(name: str) -> Backend:
         return MlcLlm()
     if name == Vllm.name:
         return Vllm()
-    if name == "ollama":
-        raise EngineConfigError(f"backend {name} is not in this version; llama-cpp is")
+    if name == Ollama.name:
+        return Ollama()
     raise EngineConfigError(f"unknown backend {name}; known: llama-cpp, mlc-llm, ollama, vllm")

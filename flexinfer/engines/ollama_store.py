@@ -43,6 +43,10 @@ class Manifest:
         """The directory that it is in, with `manifests` and `blobs`."""
         return self.path.parents[4]
 
+    def blob(self, layer: Layer) -> Path:
+        """Return where a layer's blob is."""
+        return blob_path(self.store, layer.digest)
+
     def missing(self) -> list[Layer]:
         """Return the layers whose blob is not there, or has another size."""
         return [layer for layer in self.layers if _size(self.store, layer) != layer.size]
@@ -109,6 +113,28 @@ def model_blob(manifest: Path) -> Path:
                 raise EngineConfigError(f"{manifest} names {path.name}, which is not in its store")
             return path
     raise EngineConfigError(f"{manifest} has no weights of its own: Ollama runs it elsewhere")
+
+
+def remove_model(path: Path) -> None:
+    """Remove a model of a private store: its manifest, and the blobs that no other one names.
+
+    The caller holds the store: a blob whose manifest is still to come would go as well. With a
+    manifest in the store that cannot be read, all blobs stay. Raises OSError.
+    """
+    try:
+        model = read_manifest(path)
+    except EngineConfigError:
+        path.unlink(missing_ok=True)
+        return
+    path.unlink(missing_ok=True)
+    try:
+        others = [read_manifest(other) for other in model.store.glob("manifests/*/*/*/*")]
+    except EngineConfigError:
+        return
+    needed = {layer.digest for other in others for layer in other.layers}
+    for layer in model.layers:
+        if layer.digest not in needed:
+            model.blob(layer).unlink(missing_ok=True)
 
 
 def _layer(entry: Any) -> Layer:
