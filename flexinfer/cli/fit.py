@@ -174,6 +174,7 @@ def _row(
             claims=claims,
             roots=roots,
             backend=spec.backend,
+            engine_env=spec.env,
         )
     except (CacheError, OSError) as error:
         return Row(model, None, None, Verdict(None, f"no weights here: {error}"), total)

@@ -133,7 +133,7 @@ _ADVICE: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (
             r"file does not exist|not found|\b404\b",
             "{host} has no model {tag}. Check its name; if a file is meant, put it into a models "
-            "directory",
+            "directory; a repository of Hugging Face is written hf.co/ORG/REPO:QUANTISATION",
         ),
         (
             r"unauthorized|access denied|\b40[13]\b",

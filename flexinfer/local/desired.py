@@ -99,6 +99,7 @@ def _versions(
                 claims=site.claims,
                 roots=site.roots,
                 backend=model.spec.backend,
+                engine_env=model.spec.engine_env,
             ).version
     return versions
 

@@ -336,6 +336,7 @@ def _resolve(args: ModelArgs, spec: EngineSpec) -> tuple[Path, EngineSpec]:
         claims={name: Path(path) for name, path in args.claims.items()},
         roots=[Path(root) for root in args.roots],
         backend=args.backend,
+        engine_env=spec.env,
     )
     block = resolve_block(spec.block, found, found.claim)
     return found.path, dataclasses.replace(spec, block=block)

@@ -182,9 +182,9 @@ class TestHub:
         assert f"{tmp_path}/models/org/repo" in caught.value.hint
         assert any("huggingface://org/repo" in line for line in caught.value.tried)
 
-    def test_so_does_an_ollama_tag(self, find: Find) -> None:
+    def test_so_does_an_ollama_tag_for_another_engine(self, find: Find) -> None:
         with pytest.raises(ModelNotFound, match="does not fetch"):
-            find("llama3:8b", backend="ollama")
+            find("llama3:8b")
 
 
 class TestEscapes:

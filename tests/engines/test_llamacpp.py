@@ -440,7 +440,7 @@ def test_backends_by_name() -> None:
     assert backend.name == "llama-cpp"
     assert backend.request_model(engine_spec(), Path("/m.gguf")) == "smol"
     assert "x-conversation-id" in backend.requests.drop_headers
-    with pytest.raises(EngineConfigError, match="not in this version"):
-        backend_for("ollama")
+    for name in ("mlc-llm", "ollama", "vllm"):
+        assert backend_for(name).name == name
     with pytest.raises(EngineConfigError, match="known: llama-cpp"):
         backend_for("tgi")
