@@ -44,12 +44,14 @@ class StopPolicy:
     """How a program is asked to end.
 
     It gets `signal` and `grace_s` seconds, then SIGKILL. What it leaves behind gets SIGTERM and
-    `leftover_s` seconds, then SIGKILL.
+    `leftover_s` seconds, then SIGKILL. `start_grace_s` is its grace while it starts, None for the
+    same: some programs cannot hear the signal then.
     """
 
     signal: int = signal.SIGTERM
     grace_s: float = launcher.DEFAULT_GRACE_S
     leftover_s: float = launcher.DEFAULT_LEFTOVER_S
+    start_grace_s: float | None = None
 
 
 def new_launch_id() -> str:

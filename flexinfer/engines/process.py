@@ -271,6 +271,8 @@ class Engine:
         return self._client
 
     async def _stop(self, grace_s: float | None) -> None:
+        if grace_s is None and not self._ready:
+            grace_s = self._backend.stop.start_grace_s
         try:
             await self._launch.stop(grace_s=grace_s)
             if self._vram is not None and self.pid is not None:

@@ -38,6 +38,8 @@ _SEQUENCES_CPU = 128
 # kills the rest by itself. What a killed API server leaves behind needs the same time.
 _GRACE_S = 30.0
 _LEFTOVER_S = 15.0
+# While EngineCore loads, the API server waits for it and does not hear SIGTERM at all.
+_START_GRACE_S = 3.0
 
 # Meant for other programs of the same kind: torch's launchers tell their workers so who they are.
 _NOT_INHERITED = frozenset(
@@ -49,6 +51,8 @@ _OFFLINE: Mapping[str, str] = {
     "TRANSFORMERS_OFFLINE": "1",
     "HF_DATASETS_OFFLINE": "1",
 }
+# How long a start may take is for coldStartTimeoutSeconds to say; vLLM's own limit is 600 s.
+_PATIENT: Mapping[str, str] = {"VLLM_ENGINE_READY_TIMEOUT_S": "86400"}
 # All of one engine is on one machine: its processes find each other without the network.
 _LOCAL: Mapping[str, str] = {
     "VLLM_HOST_IP": LOOPBACK,
@@ -62,7 +66,10 @@ class Vllm:
 
     name: ClassVar[str] = "vllm"
     stop: ClassVar[StopPolicy] = StopPolicy(
-        signal.SIGTERM, grace_s=_GRACE_S, leftover_s=_LEFTOVER_S
+        signal.SIGTERM,
+        grace_s=_GRACE_S,
+        leftover_s=_LEFTOVER_S,
+        start_grace_s=_START_GRACE_S,
     )
     requests: ClassVar[RequestRules] = RequestRules()
 
@@ -102,6 +109,7 @@ class Vllm:
             del env[name]  # a Service that is called vllm alone sets eight of them
         env |= NO_USAGE_REPORTS
         env |= _OFFLINE
+        env |= _PATIENT
         env |= _LOCAL
         env |= _caches(cache)
         env["PYTHONUNBUFFERED"] = "1"
