@@ -6,7 +6,7 @@ import dataclasses
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import aiohttp
 
@@ -14,7 +14,13 @@ from flexinfer.api.blocks import MlcLlmBlock
 from flexinfer.engines import executables, mlc_output
 from flexinfer.engines.compile_cache import compile_cache
 from flexinfer.engines.environment import base_env, is_secret
-from flexinfer.engines.errors import EngineConfigError, EngineNotFound, ExitStatus
+from flexinfer.engines.errors import (
+    EngineConfigError,
+    EngineNotFound,
+    EnginePortTaken,
+    EngineStartError,
+    ExitStatus,
+)
 from flexinfer.engines.gpus import MASK, OTHER_MASKS, Devices, device_env
 from flexinfer.engines.http import http_status
 from flexinfer.engines.launch import StopPolicy
@@ -169,7 +175,20 @@ class MlcLlm:
         return await http_status(client, f"{base_url}/v1/models") == 200
 
     async def load(self, client: aiohttp.ClientSession, plan: LaunchPlan) -> None:
-        """See `Backend.load`: it is ready only when its model is."""
+        """Make sure that it is our engine that answers.
+
+        It takes its port only after its load, minutes after that was found free, and ends if it is
+        taken then; until that moment, whoever took it answers for it. Raises `EnginePortTaken`.
+        """
+        try:
+            async with client.get(f"{plan.url}/v1/models") as response:
+                listed = await response.json(content_type=None)
+        except (aiohttp.ClientError, OSError) as error:
+            raise EngineStartError(f"mlc_llm does not answer any more: {error}") from error
+        except ValueError:
+            listed = None
+        if not _lists(listed, str(plan.model)):
+            raise EnginePortTaken(f"another program answers on port {plan.port}")
 
     async def is_alive(self, client: aiohttp.ClientSession, base_url: str) -> bool:
         """Whether the thread that generates answers; /v1/models goes on without it."""
@@ -194,6 +213,13 @@ def _block(spec: EngineSpec) -> MlcLlmBlock:
     if not isinstance(spec.block, MlcLlmBlock):
         raise EngineConfigError(f"{spec.name}: the settings are not those of {MlcLlm.name}")
     return spec.block
+
+
+def _lists(answer: Any, model: str) -> bool:
+    """Whether an answer of /v1/models has a model of this id."""
+    data = answer.get("data") if isinstance(answer, dict) else None
+    models = data if isinstance(data, list) else []
+    return any(isinstance(item, dict) and item.get("id") == model for item in models)
 
 
 def _homes(cache: Path) -> tuple[Path, Path]:

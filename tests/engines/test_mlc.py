@@ -509,8 +509,8 @@ INSUFFICIENT = (
         ),
         ("ValueError: Device is not found on your local environment: rocm:0", "MLC finds no"),
         (
-            "TVMError: ROCM HIP Error: hipModuleLoadData(&(module_[device_id]), data_.c_str()) failed "
-            "with error: shared object initialization failed",
+            "TVMError: ROCM HIP Error: hipModuleLoadData(&(module_[device_id]), data_.c_str()) "
+            "failed with error: shared object initialization failed",
             "the model library was compiled for another GPU (shared object initialization failed)",
         ),
         ("INFO:     Uvicorn running on http://127.0.0.1:8000 (Press CTRL+C to quit)", None),
