@@ -1,8 +1,8 @@
-"""From weights to a model in a store: made from a GGUF file, pulled, or there already.
+"""From weights to a model in a store: made from files, pulled, or there already.
 
 Names of models that are made say what they are made of, so that whoever comes again finds them:
 
-    flexinfer/file/<path>:<file>          a GGUF file as it is: its path; its size and time
+    flexinfer/file/<path>:<file>          weights as they are: their path; sizes and times
     flexinfer/tag/<name>:<content>        the same model of another store, by links
     flexinfer/ns-<namespace>/<name>:<all> a ModelDeployment's: base, Modelfile, parameters, adapters
 
@@ -19,7 +19,7 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import aiohttp
@@ -38,13 +38,14 @@ from flexinfer.engines.ollama_store import (
     manifest_path,
     read_manifest,
     remove_model,
+    remove_unnamed,
     store_and_tag,
 )
 from flexinfer.engines.spec import EngineSpec, Executable
 
 _OURS = "flexinfer"  # the host part of names that no registry knows
 _SHARD = re.compile(r"-\d{5}-of-(\d{5})\.gguf$", re.IGNORECASE)
-_CREATE_S = 600.0
+_CREATE_S = 3600.0  # safetensors have to be converted, which says nothing meanwhile
 
 
 class Preparation:
@@ -79,9 +80,10 @@ class Preparation:
         found = None if await asyncio.to_thread(_is_gguf, weights) else store_and_tag(weights)
         changes = modelfile(self._block, weights.parent)
         if found is None:
-            weights = await asyncio.to_thread(_usable, weights)
+            weights = Path(await asyncio.to_thread(os.path.abspath, weights))
+            files = await asyncio.to_thread(_files_of, weights)
             make_store(self._store)
-            base = await self._of_file(weights)
+            base = await self._of_files(weights, files)
         else:
             store, base = found
             own = store == self._store
@@ -102,18 +104,20 @@ class Preparation:
 
     # -- bases
 
-    async def _of_file(self, weights: Path) -> OllamaTag:
-        state = await asyncio.to_thread(os.stat, weights)
-        kept = _hash(str(weights))
-        tag = OllamaTag(_OURS, "file", kept, _hash(state.st_size, state.st_mtime_ns))
+    async def _of_files(self, weights: Path, files: Mapping[str, Path]) -> OllamaTag:
+        states = {name: await asyncio.to_thread(os.stat, file) for name, file in files.items()}
+        state = _hash(*((name, s.st_size, s.st_mtime_ns) for name, s in states.items()))
+        tag = OllamaTag(_OURS, "file", _hash(str(weights)), state)
         async with self._alone(tag):
             if not _whole(manifest_path(self._store, tag)):
-                if reason := await asyncio.to_thread(gguf.fault, weights):
-                    raise EngineStartError(reason)
-                digest = await sha256_of(weights, self._progress)
+                for file in files.values():
+                    await asyncio.to_thread(_refuse_cut, file)
+                digests = {name: await sha256_of(f, self._progress) for name, f in files.items()}
                 async with self._adding(), self._serving() as server:
-                    await put_blob(server, self._store, weights, digest, self._progress)
-                    await _create(server, tag, digest)
+                    for name, file in files.items():
+                        await put_blob(server, self._store, file, digests[name], self._progress)
+                    await _create(server, tag, digests, self._progress)
+                await asyncio.to_thread(self._drop_blobs, digests.values())
             self._pin(tag)
         return tag
 
@@ -203,6 +207,12 @@ class Preparation:
         # Removers hold the model's own lock too, which is ours now.
         pin(f"{self._spec.namespace}/{self._spec.name}/{tag.namespace}", [self._used(tag)])
 
+    def _drop_blobs(self, digests: Iterable[str]) -> None:
+        """Remove what was only needed for a conversion."""
+        with if_free(self._notes / "store.lock") as free:
+            if free:
+                remove_unnamed(self._store, digests)
+
     def _keep_only(self, needed: list[OllamaTag]) -> None:
         """Remove what was made for this ModelDeployment, or of these weights, and is outdated."""
         own = OllamaTag(_OURS, f"ns-{self._spec.namespace}", self._spec.name, "any")
@@ -221,9 +231,11 @@ class Preparation:
                             remove_model(path)
 
 
-async def _create(server: Server, tag: OllamaTag, digest: str) -> None:
-    """Make a model of one blob, with the template that Ollama finds in it."""
-    body = {"model": str(tag), "files": {"model.gguf": digest}, "stream": True}
+async def _create(
+    server: Server, tag: OllamaTag, files: Mapping[str, str], progress: Callable[[str], None]
+) -> None:
+    """Make a model of blobs (file name: digest), with the template that Ollama finds in them."""
+    body = {"model": str(tag), "files": dict(files), "stream": True}
     error, done = "no answer", False
     with contextlib.suppress(TimeoutError):
         async with (
@@ -235,22 +247,35 @@ async def _create(server: Server, tag: OllamaTag, digest: str) -> None:
                 with contextlib.suppress(ValueError):
                     event = json.loads(line)
                     error = event.get("error", error)
+                    if str(event.get("status")).startswith("converting"):
+                        progress(event["status"])
                     done = done or event.get("status") == "success"
     if not done:
-        raise EngineStartError(f"Ollama makes no model of the file: {error}")
+        raise EngineStartError(f"Ollama makes no model of these weights: {error}")
 
 
-def _usable(weights: Path) -> Path:
-    """Return the absolute path of a file that may be GGUF. Raises `EngineStartError`."""
-    shards = _SHARD.search(weights.name)
-    if shards is not None and int(shards[1]) > 1:
-        raise EngineStartError(
-            f"Ollama reads no model in parts, and {weights.name} is one of {int(shards[1])}: join "
-            "them with `llama-gguf-split --merge`, or use backend llama-cpp"
-        )
-    if weights.is_dir():
-        raise EngineStartError(f"{weights} holds no GGUF file, and Ollama needs one")
-    return weights.absolute()
+def _files_of(weights: Path) -> dict[str, Path]:
+    """Return the files to make a model of, by name. Raises `EngineStartError`."""
+    if not weights.is_dir():
+        shards = _SHARD.search(weights.name)
+        if shards is not None and int(shards[1]) > 1:
+            raise EngineStartError(
+                f"Ollama reads no GGUF in parts, and {weights.name} is one of {int(shards[1])}: "
+                "join them with `llama-gguf-split --merge`, or use backend llama-cpp"
+            )
+        return {"model.gguf": weights}
+    found = sorted(weights.glob("*.safetensors"))
+    if not found:
+        raise EngineStartError(f"{weights} holds neither a GGUF file nor safetensors")
+    # As `FROM` with a directory does.
+    found += sorted(weights.glob("*.json"))
+    found += sorted(weights.glob("tokenizer.model"))
+    return {file.name: file for file in found}
+
+
+def _refuse_cut(file: Path) -> None:
+    if file.suffix not in (".safetensors", ".json", ".model") and (fault := gguf.fault(file)):
+        raise EngineStartError(fault)
 
 
 def _whole(path: Path) -> bool:

@@ -37,7 +37,6 @@ async def pull(
     Raises `EngineStartError`: the registry has no such model or cannot be reached, what came is
     damaged, or nothing has come for `stall_s`. Cancelling ends the download, not what it has got.
     """
-    began_ns = time.time_ns()
     body = {"model": str(tag), "insecure": _on_loopback(tag.host), "stream": True}
     state = _State(tag, progress)
     try:
@@ -52,7 +51,7 @@ async def pull(
             if not state.succeeded:
                 raise _error(tag, state.error or f"HTTP {response.status}, {state.said}", store)
     except TimeoutError:
-        await _parts_written(store, began_ns)
+        await _parts_written(store)
         raise EngineStartError(
             f"the download of {tag.short} stands still at: {state.said}; nothing has come for "
             f"{stall_s:g} s. The next start goes on from there"
@@ -65,7 +64,7 @@ async def pull(
     except asyncio.CancelledError:
         # The connection is closed, so the download ends and notes how far it is; a server that is
         # ended at once would not get round to that.
-        await _parts_written(store, began_ns)
+        await _parts_written(store)
         raise
 
 
@@ -173,28 +172,24 @@ def _on_loopback(host: str) -> bool:
     return False
 
 
-async def _parts_written(store: Path, since_ns: int) -> None:
+async def _parts_written(store: Path) -> None:
     """Wait until each part of a download that was cut has noted how far it is, or for 2 s."""
-    cut_ns = time.time_ns()
     end = time.monotonic() + _PARTS_WRITTEN_S
     while time.monotonic() < end:
-        if await asyncio.to_thread(_all_noted, store, since_ns, cut_ns):
+        notes = await asyncio.to_thread(lambda: list(store.glob("blobs/*-partial-*")))
+        if all([await asyncio.to_thread(_noted, note) for note in notes]):
             return
         await asyncio.sleep(0.05)
 
 
-def _all_noted(store: Path, since_ns: int, cut_ns: int) -> bool:
-    return all(_noted(path, since_ns, cut_ns) for path in store.glob("blobs/*-partial-*"))
-
-
-def _noted(path: Path, since_ns: int, cut_ns: int) -> bool:
+def _noted(note: Path) -> bool:
+    """Whether a part says how far it is: it does so when it ends, in a file of its own."""
+    data = note.with_name(note.name.rpartition("-")[0])
     try:
-        part = json.loads(path.read_bytes())
-        changed = path.stat().st_mtime_ns
+        part = json.loads(note.read_bytes())
+        whole = part["Completed"] == part["Size"]
+        return whole or note.stat().st_mtime_ns >= data.stat().st_mtime_ns
     except FileNotFoundError:
         return True  # the blob is whole
-    except (OSError, ValueError):
+    except (OSError, ValueError, KeyError, TypeError):
         return False  # just being written
-    ours = path.with_name(path.name.rpartition("-")[0])
-    touched = ours.exists() and ours.stat().st_mtime_ns >= since_ns
-    return not touched or part.get("Completed") == part.get("Size") or changed >= cut_ns

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -118,8 +119,8 @@ def model_blob(manifest: Path) -> Path:
 def remove_model(path: Path) -> None:
     """Remove a model of a private store: its manifest, and the blobs that no other one names.
 
-    The caller holds the store: a blob whose manifest is still to come would go as well. With a
-    manifest in the store that cannot be read, all blobs stay. Raises OSError.
+    The caller holds the store: a blob whose manifest is still to come would go as well. Raises
+    OSError.
     """
     try:
         model = read_manifest(path)
@@ -127,14 +128,20 @@ def remove_model(path: Path) -> None:
         path.unlink(missing_ok=True)
         return
     path.unlink(missing_ok=True)
+    remove_unnamed(model.store, [layer.digest for layer in model.layers])
+
+
+def remove_unnamed(store: Path, digests: Iterable[str]) -> None:
+    """Remove blobs that no manifest of a private store names.
+
+    With a manifest in it that cannot be read, all stay. Otherwise as `remove_model`.
+    """
     try:
-        others = [read_manifest(other) for other in model.store.glob("manifests/*/*/*/*")]
+        models = [read_manifest(path) for path in store.glob("manifests/*/*/*/*")]
     except EngineConfigError:
         return
-    needed = {layer.digest for other in others for layer in other.layers}
-    for layer in model.layers:
-        if layer.digest not in needed:
-            model.blob(layer).unlink(missing_ok=True)
+    for digest in set(digests) - {layer.digest for model in models for layer in model.layers}:
+        blob_path(store, digest).unlink(missing_ok=True)
 
 
 def _layer(entry: Any) -> Layer:
