@@ -36,7 +36,7 @@ _POLL_S = 0.015
 _POLL_LATE_S = 0.2
 _POLL_LATE_AFTER_S = 5.0
 _LAST_WORDS_S = 0.5
-_WORDS_OF_A_HANG = 200
+_WORDS_OF_A_FAILURE = 200
 _BUSY_SHARE = 0.1
 
 _log = logging.getLogger(__name__)
@@ -248,8 +248,8 @@ class Engine:
         await asyncio.wait([self.exited], timeout=_LAST_WORDS_S)
         tail = self.log.tail()
         status = self.exited.result() if self.exited.done() else None
-        # A process that goes on may have said more in a long traceback than its last lines.
-        words = tail if status is not None else self.log.tail(_WORDS_OF_A_HANG)
+        # Processes that fail one after the other each add a traceback; the first says why.
+        words = self.log.tail(_WORDS_OF_A_FAILURE)
         reason = await asyncio.to_thread(
             self._backend.explain, self.plan, status or ExitStatus(), words
         )
