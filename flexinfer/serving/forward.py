@@ -370,7 +370,8 @@ def _for_engine(body: dict[str, Any], engine: EngineAddress) -> dict[str, Any]:
     for old, new in engine.rename_fields.items():
         if old in changed:
             value = changed.pop(old)
-            changed.setdefault(new, value)
+            if changed.get(new) is None:  # a null is a field left out
+                changed[new] = value
     return {**changed, "model": engine.request_model}
 
 
