@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 from typing import Any
+
+from mlc_model import FAKE, write_model, write_program
 
 from flexinfer.api.modeldeployment import ModelDeploymentSpec
 from flexinfer.engines.gpus import Devices, Gpu
 from flexinfer.engines.mlc import VARIABLE, MlcLlm
 from flexinfer.engines.spec import EngineSpec, LaunchPlan
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "fakes"))
-from mlc_model import FAKE, write_model, write_program
 
 __all__ = ["FAKE", "XTX_BYTES", "gpus", "mlc_spec", "plan", "write_model", "write_program"]
 

@@ -18,6 +18,7 @@ from typing import Any
 import httpx
 import psutil
 import yaml
+from mlc_model import write_program
 
 MODEL_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 START_S = 240.0
@@ -79,6 +80,8 @@ class Up:
             "FLEXINFER_RUNTIME_DIR": tempfile.mkdtemp(prefix="fi-"),
             "FLEXINFER_LOG_DIR": str(folder / "logs"),
             "FLEXINFER_LLAMA_CPP": str(_either_engine(folder)),
+            "FLEXINFER_MLC_LLM": str(write_program(folder / "mlc", sys.executable)),
+            "FLEXINFER_COMPILE_CACHE": str(folder / "compile"),
             "FI_TEST_RUN": self.run_id,
             **(env or {}),
         }
