@@ -10,13 +10,13 @@ import asyncio
 import contextlib
 import fcntl
 import os
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from pathlib import Path
 
 _ASK_AGAIN_S = 0.1
 
 # The models that this process needs, by who needs them: a replica serves one until it ends.
-_pins: dict[str, list[int]] = {}
+_pins: dict[str, dict[Path, int]] = {}
 
 
 @contextlib.asynccontextmanager
@@ -47,23 +47,23 @@ def if_free(path: Path) -> Iterator[bool]:
         os.close(fd)
 
 
-def pin(who: str, paths: list[Path]) -> None:
-    """Keep models from being removed for as long as this process lives, or pins others for `who`.
+def pin(who: str, path: Path) -> None:
+    """Keep a model from being removed until `unpin`, or the end of this process.
 
-    `paths` are the locks of the models. Raises `BlockingIOError` if one is just being removed.
+    `path` is the lock of its users; the caller holds that of its makers, so nobody removes it now.
     """
-    fds: list[int] = []
-    try:
-        for path in paths:
-            fds.append(_open(path))
-            fcntl.flock(fds[-1], fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BaseException:
-        for fd in fds:
-            os.close(fd)
-        raise
-    for fd in _pins.pop(who, []):
-        os.close(fd)
-    _pins[who] = fds
+    pins = _pins.setdefault(who, {})
+    if path not in pins:
+        fd = _open(path)
+        fcntl.flock(fd, fcntl.LOCK_SH)
+        pins[path] = fd
+
+
+def unpin(who: str, *, but: Collection[Path] = ()) -> None:
+    """Let go of what `who` has pinned, but for these."""
+    pins = _pins.get(who, {})
+    for path in pins.keys() - set(but):
+        os.close(pins.pop(path))
 
 
 def _open(path: Path) -> int:

@@ -29,7 +29,7 @@ from flexinfer.api.ollamatag import OllamaTag
 from flexinfer.engines import gguf
 from flexinfer.engines.errors import EngineConfigError, EngineStartError
 from flexinfer.engines.ollama_blobs import put_blob, sha256_of
-from flexinfer.engines.ollama_locks import if_free, locked, pin
+from flexinfer.engines.ollama_locks import if_free, locked, pin, unpin
 from flexinfer.engines.ollama_modelfile import Modelfile, modelfile
 from flexinfer.engines.ollama_pull import pull
 from flexinfer.engines.ollama_server import Server, make_store, private_store, serving
@@ -66,6 +66,7 @@ class Preparation:
         self._progress = progress
         self._store = private_store(environ, spec.namespace)
         self._notes = self._store / _OURS
+        self._who = f"{spec.namespace}/{spec.name}"
 
     async def run(self, weights: Path) -> Path:
         """Return the manifest of the model to serve. See `Backend.prepare`."""
@@ -204,8 +205,7 @@ class Preparation:
         return serving(self._executable, self._environ, self._store)
 
     def _pin(self, tag: OllamaTag) -> None:
-        # Removers hold the model's own lock too, which is ours now.
-        pin(f"{self._spec.namespace}/{self._spec.name}/{tag.namespace}", [self._used(tag)])
+        pin(self._who, self._used(tag))
 
     def _drop_blobs(self, digests: Iterable[str]) -> None:
         """Remove what was only needed for a conversion."""
@@ -215,6 +215,7 @@ class Preparation:
 
     def _keep_only(self, needed: list[OllamaTag]) -> None:
         """Remove what was made for this ModelDeployment, or of these weights, and is outdated."""
+        unpin(self._who, but=[self._used(tag) for tag in needed])
         own = OllamaTag(_OURS, f"ns-{self._spec.namespace}", self._spec.name, "any")
         families = {tag for tag in needed if tag.host == _OURS} | {own}
         with if_free(self._notes / "store.lock") as free:

@@ -16,8 +16,10 @@ from typing import Any
 import pytest
 import pytest_asyncio
 from engine_helpers import REPOSITORY, Workshop
+from ollama_helpers import EMPTY_GGUF, Bench, wrapper_of_fake
 
 from flexinfer.engines.sweep import find, sweep
+from tests.fakes.ollama_registry import Registry
 
 
 @pytest_asyncio.fixture
@@ -102,3 +104,32 @@ def start_owner() -> Iterator[Callable[..., Owner]]:
         sweep(owner.launch_id)
         assert owner.process.stdout is not None
         owner.process.stdout.close()
+
+
+@pytest_asyncio.fixture(params=["fake", pytest.param("real", marks=pytest.mark.ollama)])
+async def ollama(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Bench]:
+    """An Ollama with an empty store: the fake one, and the real one where there is one."""
+    if request.param == "real":
+        named = os.environ.get("FLEXINFER_TEST_OLLAMA")
+        if not named:
+            pytest.skip("FLEXINFER_TEST_OLLAMA names no Ollama")
+        program = Path(named)
+        model = request.getfixturevalue("weights")
+    else:
+        program = wrapper_of_fake(tmp_path)
+        model = tmp_path / "empty.gguf"
+        model.write_bytes(EMPTY_GGUF)
+    bench = Bench(program, model, tmp_path, request.param == "real")
+    yield bench
+    for engine in bench.engines:
+        await engine.stop(grace_s=0)
+        assert find(engine.launch_id) == []
+    assert bench.processes() == []
+
+
+@pytest.fixture
+def registry() -> Iterator[Registry]:
+    """A registry without models."""
+    registry = Registry().start()
+    yield registry
+    registry.stop()
