@@ -234,6 +234,17 @@ def test_tensor_parallel_shards(tmp_path: Path) -> None:
         planned(directory, gpus=16, overrides=overrides(tensor_parallel_shards=16))
 
 
+def test_a_model_that_mlc_compiles_is_spread_over_its_gpus(tmp_path: Path) -> None:
+    one = mlc_model(tmp_path / "one", QWEN3_8B, "q4f16_1")
+    assert len(planned(one, gpus=2).per_gpu) == 2
+    staged = planned(one, gpus=4, overrides=overrides(pipeline_parallel_stages=2))
+    assert len(staged.per_gpu) == 4
+    two = mlc_model(tmp_path / "two", QWEN3_8B, "q4f16_1", tensor_parallel_shards=2)
+    alone = planned(two, gpus=1)
+    assert len(alone.per_gpu) == 1
+    assert alone.refusal is None
+
+
 def test_shards_come_from_the_library_where_there_is_one(tmp_path: Path) -> None:
     directory = mlc_model(tmp_path / "m", QWEN3_8B, "q4f16_1", tensor_parallel_shards=2)
     library = tmp_path / "lib.so"

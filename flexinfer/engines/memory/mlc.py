@@ -263,7 +263,7 @@ def _share_of(text: str) -> float:
 
 
 def _settings(
-    block: MlcLlmBlock, model: Model, temp: int | None, vram_bytes: int | None
+    block: MlcLlmBlock, model: Model, temp: int | None, vram_bytes: int | None, gpus: int
 ) -> Settings:
     given = _raw(block.overrides)
     compiled = block.model_lib_path is not None  # then the library's shards count
@@ -278,6 +278,8 @@ def _settings(
         budget = vram_bytes * UTILIZATION
     shards = None if compiled else given.tensor_parallel_shards
     stages = None if compiled else given.pipeline_parallel_stages
+    if shards is None and not compiled and gpus:
+        shards = max(1, gpus // (stages or model.stages))  # the launch plan asks for as many
     return Settings(
         mode=block.mode,
         sequences=given.max_num_sequence,
@@ -300,7 +302,7 @@ def _plan(
     vram_bytes: int | None,
 ) -> MemoryPlan:
     main = models[0]
-    settings = _settings(block, main, temp, vram_bytes)
+    settings = _settings(block, main, temp, vram_bytes, spec.gpus)
     shards, stages = settings.shards, settings.stages
     for model in models:
         if model.kv_heads % shards or model.heads % shards:
