@@ -7,6 +7,7 @@ import math
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ class Shape:
     qk_norm: bool = False
     bias: bool = False
     tied: bool = False
+    post_norms: bool = False
     context: int = 40960
 
     def matrices(self) -> Iterator[tuple[str, int, int]]:
@@ -59,6 +61,9 @@ class Shape:
             if self.qk_norm:
                 yield f"{at}.self_attn.q_norm.weight", self.head_dim
                 yield f"{at}.self_attn.k_norm.weight", self.head_dim
+            if self.post_norms:
+                yield f"{at}.post_attention_norm.weight", self.hidden
+                yield f"{at}.post_ffw_norm.weight", self.hidden
             if self.bias:
                 yield f"{at}.self_attn.q_proj.bias", self.heads * self.head_dim
                 yield f"{at}.self_attn.k_proj.bias", self.kv_heads * self.head_dim
@@ -200,6 +205,8 @@ _GGUF_NAMES = {
     "post_attention_layernorm": "ffn_norm",
     "self_attn.q_norm": "attn_q_norm",
     "self_attn.k_norm": "attn_k_norm",
+    "post_attention_norm": "post_attention_norm",
+    "post_ffw_norm": "post_ffw_norm",
 }
 
 
@@ -209,10 +216,12 @@ def gguf_model(
     *,
     kind: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.Q8_0,
     architecture: str = "llama",
+    vocabulary: Path | None = None,
     **values: Any,
 ) -> Path:
     """Write a GGUF file whose data is one hole. `values` go below the architecture's name, dots
-    written as two underscores; None leaves a value out."""
+    written as two underscores; None leaves a value out. With the `vocabulary` of another GGUF
+    file llama-server can load it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     writer = gguf.GGUFWriter(path, architecture)
     data: dict[str, Any] = {
@@ -231,8 +240,13 @@ def gguf_model(
         key = f"{architecture}.{name.replace('__', '.')}"
         if isinstance(value, list):
             writer.add_array(key, value)
+        elif isinstance(value, float):
+            writer.add_float32(key, value)
         elif value is not None:
             writer.add_uint32(key, value)
+    if vocabulary is not None:
+        for name, content, kind_of_value, inner in _vocabulary(vocabulary):
+            writer.add_key_value(name, content, kind_of_value, inner)
     size = 0
     for name, rows, columns in shape.matrices():
         size += _tensor(writer, _gguf_name(name), (rows, columns), kind)
@@ -246,6 +260,20 @@ def gguf_model(
         file.seek(0, 2)
         file.truncate(-(-file.tell() // 32) * 32 + size)
     return path
+
+
+@cache
+def _vocabulary(path: Path) -> list[tuple[str, Any, Any, Any]]:
+    return [
+        (
+            field.name,
+            field.contents(),
+            field.types[0],
+            field.types[1] if len(field.types) > 1 else None,
+        )
+        for field in gguf.GGUFReader(path).fields.values()
+        if field.name.startswith("tokenizer.")
+    ]
 
 
 def _gguf_name(name: str) -> str:

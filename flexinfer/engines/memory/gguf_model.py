@@ -248,7 +248,9 @@ def _state(keys: _Keys, hidden: int) -> int:
 def _wide(keys: _Keys, blocks: int, hidden: int) -> int:
     """The widest that a token gets in an MLP: of a mixture, all experts that it goes through."""
     plain = max(keys.each("feed_forward_length", blocks, 4 * hidden))
-    each = keys.whole("expert_feed_forward_length", plain if "expert_count" in keys else 0)
+    each = max(
+        keys.each("expert_feed_forward_length", blocks, plain if "expert_count" in keys else 0)
+    )
     shared = keys.whole("expert_shared_feed_forward_length", 0)
     return max(plain, each * keys.whole("expert_used_count", 0) + shared)
 
