@@ -76,6 +76,12 @@ VARIABLES: tuple[Variable, ...] = (
         "150",
         "By default as long as the one above and half a minute more; few ports are needed again.",
     ),
+    Variable(
+        "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S",
+        "60",
+        "A proxy that is not up after this long is killed and made again, by default after 5 s, "
+        "which a busy machine needs for its imports alone; and Serve's own start then fails.",
+    ),
     Variable("RAY_USAGE_STATS_ENABLED", "0", "Nothing is reported to anybody."),
 )
 
