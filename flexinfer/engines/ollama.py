@@ -45,7 +45,7 @@ from flexinfer.engines.spec import EngineSpec, Executable, LaunchPlan, RequestRu
 VARIABLE = "FLEXINFER_OLLAMA"
 PROGRAM = "ollama"
 
-# The server itself computes nothing: when it does not answer, it waits for its runner.
+# A runner that is busy on all processors may keep its server from them.
 _BUSY_LIMIT_CPU_S = 300.0
 _BUSY_LIMIT_GPU_S = 60.0
 _ITS_END_S = 1.0
