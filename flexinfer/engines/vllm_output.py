@@ -29,6 +29,12 @@ _FATAL: tuple[tuple[re.Pattern[str], str], ...] = tuple(
             r"a share of the RAM) wants \4 GiB",
         ),
         (
+            r"Available memory on node \d+ .* on kv cache allocation is less than requested memory "
+            r"for kv \(-\S+/(\S+) GiB",
+            r"no memory is left for the KV cache: the model and vLLM itself take more than the "
+            r"\1 GiB that gpuMemoryUtilization gives",
+        ),
+        (
             r"Available memory on node \d+ \((\S+)/(\S+) GiB\) on kv cache allocation is less than "
             r"requested memory for kv \(([^)/ ]+)",
             r"not enough free memory for the KV cache: \1 of \2 GiB are free, and \3 GiB are "
@@ -92,9 +98,18 @@ _FATAL: tuple[tuple[re.Pattern[str], str], ...] = tuple(
             r"Invalid repository ID or local directory specified: ?'?([^'\n]*)",
             r"\1 is no model that vLLM can read: config.json is missing or broken",
         ),
-        (r"(?:SafetensorError|Error while deserializing header): (.+)", r"damaged weights: \1"),
+        (r"config file at '(.+?)' is not a valid JSON file", r"\1 is not valid JSON"),
         (
-            r"(?:argument|`)trust_remote_code=True`?",
+            r"Couldn't instantiate the backend tokenizer|Can't load tokenizer for '(?:.+?)'",
+            "the tokenizer cannot be loaded: tokenizer.json is missing or broken",
+        ),
+        (
+            r"(?:SafetensorError: Error while deserializing header|SafetensorError): (.+)",
+            r"the weights are damaged: \1",
+        ),
+        (
+            r"Failed to load the (?:model config|tokenizer)\. If the \w+ is a custom|"
+            r"contains custom code which must be executed|requires you to execute the \w+ file",
             "the model comes with code of its own: trustRemoteCode: true lets it run",
         ),
         (
@@ -116,7 +131,10 @@ _FATAL: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         ),
         (r"(\S+) quantization is currently not supported in (\S+?)\.", r"no \1 quantization on \2"),
         (r"invalid tool call parser: (\S+)", r"this vLLM does not know toolCallParser \1"),
-        (r"invalid reasoning parser: (\S+)", r"this vLLM does not know reasoningParser \1"),
+        (
+            r"(?:invalid reasoning parser: (?=\S)|Reasoning parser ')([^' ]+)(?:' not found)?",
+            r"this vLLM does not know reasoningParser \1",
+        ),
         (
             r"Failed to infer device type|No (?:HIP|CUDA) GPUs are available",
             "vLLM finds no GPU: it is a build for another kind of GPU, or the driver is missing",
@@ -134,8 +152,11 @@ _FATAL: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"error: unrecognized arguments: (.+)", r"this vLLM does not know the arguments \1"),
         (r"error: (argument \S+: .+)", r"the command line: \1"),
         (r"error: (ambiguous option: .+)", r"the command line: \1"),
-        (r"Engine core initialization failed", "EngineCore did not start"),
         (r"WorkerProc initialization failed", "a worker did not start"),
+        (
+            r"EngineCore failed to start|Engine core initialization failed",
+            "EngineCore did not start",
+        ),
     )
 )
 _VAGUE = len(_FATAL) - 2  # from here on they say that it failed, not why

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-LAYERS, HIDDEN, INNER, HEADS, KV_HEADS, CONTEXT = 4, 128, 256, 4, 2, 2048
+LAYERS, HIDDEN, INNER, HEADS, KV_HEADS, CONTEXT = 4, 256, 512, 4, 2, 2048
 SPECIAL = ("<unk>", "<s>", "</s>", "<|user|>", "<|assistant|>", "<|system|>")
 VOCABULARY = 512
 # Any text does: it decides which pieces of words are tokens of their own.
