@@ -24,7 +24,9 @@ from flexinfer.engines.errors import (
     EngineUnresponsive,
     ExitStatus,
 )
+from flexinfer.engines.launch import StopPolicy
 from flexinfer.engines.launcher import environment_of
+from flexinfer.engines.llamacpp import LlamaCpp
 from flexinfer.engines.process import Engine
 from flexinfer.engines.sweep import find
 
@@ -123,6 +125,26 @@ async def test_stop_ends_grandchildren_that_ignore_it(workshop: Workshop) -> Non
     await engine.stop(grace_s=0.1)
     assert find(engine.launch_id) == []
     assert engine.exited.result() == ExitStatus(signal=signal.SIGKILL)
+
+
+async def test_a_start_has_a_grace_of_its_own(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LlamaCpp, "stop", StopPolicy(grace_s=3600, start_grace_s=0.1))
+    engine = workshop.engine(FAKE_IGNORE_SIGTERM=1, FAKE_HANG_LOADING="503")
+    start = asyncio.create_task(engine.start(timeout_s=20))
+
+    def listens() -> bool:
+        with socket.socket() as probe:
+            return probe.connect_ex(("127.0.0.1", engine.plan.port)) == 0
+
+    await eventually(listens)  # it ignores the signal from before that on
+    async with asyncio.timeout(60):
+        await engine.stop()
+    with pytest.raises(EngineStopped):
+        await start
+    assert engine.exited.result() == ExitStatus(signal=signal.SIGKILL)
+    assert find(engine.launch_id) == []
 
 
 async def test_a_second_stop_may_be_less_patient(workshop: Workshop) -> None:

@@ -82,6 +82,7 @@ class Up:
             "FLEXINFER_LLAMA_CPP": str(_either_engine(folder)),
             "FLEXINFER_MLC_LLM": str(write_program(folder / "mlc", sys.executable)),
             "FLEXINFER_COMPILE_CACHE": str(folder / "compile"),
+            "FLEXINFER_VLLM": os.environ.get("FLEXINFER_TEST_VLLM", ""),
             "FI_TEST_RUN": self.run_id,
             **(env or {}),
         }
