@@ -16,6 +16,9 @@ from flexinfer.engines.errors import EngineConfigError
 
 _COMMAND = re.compile(r"[ \t]*(?P<name>[A-Za-z]+)[ \t]+(?P<rest>.*)", re.DOTALL)
 _PARAMETER = re.compile(r"[A-Za-z0-9_]+", re.ASCII)
+# Ollama drops characters that cannot be printed, which ones depends on its Unicode: quotes that are
+# followed by such close a value there, and what we take for text would be commands.
+_UNSEEN = re.compile(r"[^\x21-\x7e]+$")
 _TRIPLE = '"""'
 
 
@@ -84,6 +87,10 @@ def _commands(text: str) -> Iterator[tuple[int, str, str, str]]:
             if at == len(lines):
                 raise EngineConfigError(
                     f"spec.ollama.modelfile, line {number}: the quotes are not closed"
+                )
+            if _closed(_UNSEEN.sub("", value)):
+                raise EngineConfigError(
+                    f"spec.ollama.modelfile, line {at}: something is behind the closing quotes"
                 )
             value += f"\n{lines[at]}"
             whole += f"\n{lines[at]}"
