@@ -12,7 +12,8 @@ import pytest
 from flexinfer.api.blocks import MlcLlmBlock, MlcOverrides
 from flexinfer.engines.memory import MemoryPlan, MemoryPlanError, judge, plan_memory
 from flexinfer.engines.memory.common import RUNTIME_BYTES
-from flexinfer.engines.memory.mlc import Model, capacity, estimated_temp, library_temp, read_model
+from flexinfer.engines.memory.mlc import capacity, estimated_temp
+from flexinfer.engines.memory.mlc_files import Model, library_temp, read_model
 from flexinfer.engines.spec import EngineSpec
 from tests.engines.memory_models import (
     LLAMA3_8B,

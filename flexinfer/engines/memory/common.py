@@ -43,6 +43,18 @@ def with_arguments(block: _Block, words: Sequence[str], names: Mapping[str, str]
     return block.model_copy(update=changes) if changes else block
 
 
+def fields_of(path: str, names: Mapping[str, str], said: Mapping[str, str]) -> dict[str, str]:
+    """Where each setting of a block is to be changed: `names` are Python names and YAML names, and
+    `said` the places that go before the block's own fields."""
+    return {name: said.get(name, f"{path}.{wire}") for name, wire in names.items()}
+
+
+def said_in(words: Sequence[str], names: Mapping[str, str], path: str) -> dict[str, str]:
+    """The settings that `words` of extraArgs decide, each with the place to change it."""
+    flags = (word.partition("=")[0] for word in words)
+    return {names[flag]: f"{path}.extraArgs {flag}" for flag in flags if flag in names}
+
+
 def _read(model: type[BaseModel], name: str, text: str, flag: str) -> object:
     for value in (text, int(text)) if text.isascii() and text.isdigit() else (text,):
         try:
@@ -67,7 +79,31 @@ def knob(
     """A setting that needs less the smaller it is; None if it cannot be made smaller."""
     if current <= low:
         return None
-    return Knob(field, current, low, current - 1, step, replan)
+    is_text = ".parameters." in field or ".env." in field
+    return Knob(field, current, low, current - 1, step, replan, _quoted if is_text else str)
+
+
+def share_knob(field: str, share: float, replan: Callable[[str], MemoryPlan]) -> Knob:
+    """The share of the GPU memory that an engine may use, which manifests have as a text."""
+
+    def text(value: int) -> str:
+        return f"{value / 100:.2f}"
+
+    in_words = " " in field  # an argument, which is not quoted
+    return Knob(
+        field,
+        round(share * 100),
+        1,
+        98,
+        1,
+        lambda value: replan(text(value)),
+        text if in_words else lambda value: f'"{text(value)}"',
+        is_share=True,
+    )
+
+
+def _quoted(value: int) -> str:
+    return f'"{value}"'
 
 
 def divide_up(number: int, by: int) -> int:

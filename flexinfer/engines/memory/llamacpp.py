@@ -10,6 +10,7 @@ buffers are what its graph allocator finds; the formula for them here was fitted
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,7 +18,9 @@ from flexinfer.api.blocks import LlamaCppBlock
 from flexinfer.engines.memory.common import (
     RUNTIME_BYTES,
     divide_up,
+    fields_of,
     knob,
+    said_in,
     token_step,
     with_arguments,
     with_block,
@@ -33,6 +36,7 @@ _PAD = 256  # cells of a cache come in multiples of it
 _LATER_PART = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$")
 _LAYER = re.compile(r"blk\.(\d{1,5})\.")
 _EXPERTS = re.compile(r"\.ffn_(up|down|gate|gate_up)_(ch)?exps")
+_KNOBS = {"context_size": "contextSize", "parallel": "parallel", "n_gpu_layers": "nGPULayers"}
 _ARGUMENTS = {
     **dict.fromkeys(("-c", "--ctx-size"), "context_size"),
     **dict.fromkeys(("-np", "--parallel"), "parallel"),
@@ -111,7 +115,8 @@ def plan(spec: EngineSpec, weights: Path, vram_bytes: int | None) -> MemoryPlan:
     projector = read_gguf(base / block.mmproj) if block.mmproj else None
     draft = load(base / block.draft_model) if block.draft_model else None
     extras = _Extras(sum(beside), projector, draft)
-    return _plan(spec, block, load(weights), extras)
+    fields = fields_of("spec.llamacpp", _KNOBS, said_in(words, _ARGUMENTS, "spec.llamacpp"))
+    return _plan(spec, block, load(weights), extras, fields)
 
 
 def _file(weights: Path) -> Path:
@@ -177,7 +182,13 @@ def _split(text: str | None, count: int) -> tuple[float, ...]:
     return tuple(part / total for part in parts)
 
 
-def _plan(spec: EngineSpec, block: LlamaCppBlock, model: Loaded, extras: _Extras) -> MemoryPlan:
+def _plan(
+    spec: EngineSpec,
+    block: LlamaCppBlock,
+    model: Loaded,
+    extras: _Extras,
+    fields: Mapping[str, str],
+) -> MemoryPlan:
     run = _run(spec, block, model)
     shares = share_out(model, run, gpus=spec.gpus)
     if extras.draft is not None:
@@ -216,7 +227,7 @@ def _plan(spec: EngineSpec, block: LlamaCppBlock, model: Loaded, extras: _Extras
         sequences=run.sequences,
         kv_bytes_per_token=token_bytes(model.shape, run),
         notes=tuple(notes),
-        knobs=_knobs(spec, block, model, extras, run),
+        knobs=_knobs(spec, block, model, extras, run, fields),
     )
 
 
@@ -344,30 +355,35 @@ def _place(index: int, count: int, run: Run) -> int:
 
 
 def _knobs(
-    spec: EngineSpec, block: LlamaCppBlock, model: Loaded, extras: _Extras, run: Run
+    spec: EngineSpec,
+    block: LlamaCppBlock,
+    model: Loaded,
+    extras: _Extras,
+    run: Run,
+    fields: Mapping[str, str],
 ) -> tuple[Knob, ...]:
     def replan(changes: dict[str, object]) -> MemoryPlan:
         changed = block.model_copy(update=changes)
-        return _plan(with_block(spec, changed), changed, model, extras)
+        return _plan(with_block(spec, changed), changed, model, extras, fields)
 
     units = model.shape.blocks + 1
     layers = units if run.gpu_layers is None else min(units, run.gpu_layers)
     found = [
         knob(
-            "spec.llamacpp.contextSize",
+            fields["context_size"],
             run.context,
             lambda value: replan({"context_size": value}),
             low=512,
             step=token_step(run.context),
         ),
         knob(
-            "spec.llamacpp.parallel",
+            fields["parallel"],
             run.sequences,
             lambda value: replan({"parallel": value}),
             low=1,
         ),
         knob(
-            "spec.llamacpp.nGPULayers",
+            fields["n_gpu_layers"],
             layers,
             lambda value: replan({"n_gpu_layers": value}),
             low=1,

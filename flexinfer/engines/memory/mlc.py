@@ -3,14 +3,12 @@
 Formulas from MLC's `cpp/serve/config.cc` (`EstimateMemoryUsageOnMode`, `InferForKVCache`) and
 `python/mlc_llm/quantization`, as of commit 79d603f. Its own estimate sizes the KV cache for two
 bytes a value; the cache itself is made in the type of the model, which is fp32 for `q4f32_1`. So
-two numbers are kept apart here: `capacity` is what MLC believes to fit, `_Parts` what is used.
+two numbers are kept apart here: `capacity` is what MLC believes to fit, the plan what is used.
 """
 
 from __future__ import annotations
 
-import json
-import mmap
-import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,53 +16,25 @@ from flexinfer.api.blocks import MlcLlmBlock, MlcOverrides
 from flexinfer.engines.memory.common import (
     RUNTIME_BYTES,
     divide_up,
+    fields_of,
     knob,
+    share_knob,
     token_step,
     with_block,
 )
-from flexinfer.engines.memory.tensors import TVM
+from flexinfer.engines.memory.mlc_files import Model, library_temp, read_model
 from flexinfer.engines.memory.types import Knob, MemoryPlan, MemoryPlanError, Share
-from flexinfer.engines.memory.untrusted import Fields, elements, read_json, regular_file
 from flexinfer.engines.spec import EngineSpec
 
 UTILIZATION = 0.85  # the default of gpu_memory_utilization
 _LOCAL_TOKENS, _LOCAL_SEQUENCES = 8192, 4  # what mode local caps at
-_BATCH = 128  # gen_config's default of max_batch_size
 _PAGE = 16  # tokens of a page of the KV cache
-_TYPES = (("bf16", 2), ("f16", 2), ("f32", 4))
-# Tensors that tensor parallelism leaves whole: it shards attention and the MLP only.
-_WHOLE = re.compile(r"embed|lm_head|norm|(^|\.)(wte|wpe|head)\.")
-_LAYER = re.compile(r"(?:^|\.)(?:layers?|h|blocks)\.\d+\.")
-_NAMES = ("tensor-cache.json", "ndarray-cache.json")  # the second before September 2025
-_UNPLANNED = re.compile(r"rwkv|mamba|bert|deepseek|gemma3|gemma4|qwen3_5|medusa|eagle")
-
-
-@dataclass(frozen=True)
-class Model:
-    """A model as its files have it, before any sharding.
-
-    `params` are the bytes of all weights on the GPU, of which `whole` are in no layer or in no
-    shard (`layers_whole` those within layers). `chunk` is the compiled prefill chunk; `window` the
-    longest sequence, None for no limit. `type_bytes` are the bytes of a value of the KV cache.
-    """
-
-    params: int
-    outside: int
-    layers_whole: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    hidden: int
-    intermediate: int
-    vocab: int
-    window: int | None
-    chunk: int
-    batch: int
-    shards: int
-    stages: int
-    type_bytes: int
-    quantization: str
+_PATH = "spec.mlcllm.overrides"
+_KNOBS = {
+    "max_total_seq_length": "maxTotalSeqLength",
+    "max_num_sequence": "maxNumSequence",
+    "gpu_memory_utilization": "gpuMemoryUtilization",
+}
 
 
 @dataclass(frozen=True)
@@ -84,6 +54,18 @@ class Settings:
     temp: int | None
 
 
+@dataclass(frozen=True)
+class _Inputs:
+    """What does not change when settings are turned. `extra` are bytes of an embedding model,
+    `temp` as in `Settings`, `fields` the places in the manifest where settings are changed."""
+
+    models: list[Model]
+    extra: int
+    temp: int | None
+    vram: int | None
+    fields: Mapping[str, str]
+
+
 def plan(spec: EngineSpec, weights: Path, vram_bytes: int | None) -> MemoryPlan:
     """Plan an mlc-llm model; see `plan_memory`."""
     block = spec.block
@@ -91,50 +73,15 @@ def plan(spec: EngineSpec, weights: Path, vram_bytes: int | None) -> MemoryPlan:
         raise MemoryPlanError(f"{spec.name}: the settings are not those of mlc-llm")
     models = [read_model(weights)]
     models += [read_model(_model_path(text)) for text in block.additional_models]
-    extra = read_model(Path(block.embedding_model)).params if block.embedding_model else 0
-    temp = library_temp(Path(block.model_lib_path)) if block.model_lib_path else None
-    return _plan(spec, block, models, extra, temp, vram_bytes)
-
-
-def read_model(directory: Path) -> Model:
-    """Read `mlc-chat-config.json` and the list of tensors. Raises `MemoryPlanError`."""
-    config = Fields(read_json(directory / "mlc-chat-config.json"), "mlc-chat-config.json")
-    kind = config.text("model_type", "")
-    if _UNPLANNED.search(kind):
-        raise MemoryPlanError(f"the memory of models of type {kind} is not known for mlc-llm")
-    model = config.object("model_config")
-    # A model that sees has its language part in here.
-    text = model.object("text_config") if "text_config" in model else model
-    quantization = config.text("quantization")
-    size = next((size for name, size in _TYPES if name in quantization), None)
-    if size is None:
-        raise MemoryPlanError(f"quantization {quantization} names no type that is known")
-    hidden = text.whole("hidden_size", "n_embd")
-    heads = text.whole("num_attention_heads", "n_head", most=1 << 20)
-    layers = text.whole("num_hidden_layers", "n_layer", most=1 << 16)
-    head_dim = text.whole("head_dim", least=0, default=0) or max(1, hidden // heads)
-    window = config.whole("context_window_size", least=-1, default=-1)
-    chunk = config.whole("prefill_chunk_size", least=-1, most=1 << 30, default=-1)
-    params, outside, whole = _tensors(directory)
-    return Model(
-        params=params,
-        outside=outside,
-        layers_whole=whole,
-        layers=layers,
-        heads=heads,
-        kv_heads=text.whole("num_key_value_heads", default=heads, most=1 << 20),
-        head_dim=head_dim,
-        hidden=hidden,
-        intermediate=text.whole("intermediate_size", "n_inner", default=4 * hidden),
-        vocab=config.whole("vocab_size", default=text.whole("vocab_size", default=1)),
-        window=window if window > 0 else None,
-        chunk=chunk if chunk > 0 else 2048,
-        batch=text.whole("max_batch_size", most=1 << 20, default=_BATCH),
-        shards=config.whole("tensor_parallel_shards", most=1 << 10, default=1),
-        stages=config.whole("pipeline_parallel_stages", most=1 << 10, default=1),
-        type_bytes=size,
-        quantization=quantization,
+    raw = {part.partition("=")[0].strip() for part in (block.overrides.raw or "").split(";")}
+    inputs = _Inputs(
+        models=models,
+        extra=read_model(Path(block.embedding_model)).params if block.embedding_model else 0,
+        temp=library_temp(Path(block.model_lib_path)) if block.model_lib_path else None,
+        vram=vram_bytes,
+        fields=fields_of(_PATH, _KNOBS, {name: f"{_PATH}.raw {name}" for name in raw}),
     )
+    return _plan(spec, block, inputs)
 
 
 def capacity(
@@ -166,63 +113,6 @@ def _kv_aux(model: Model, chunk: int, sequences: int) -> int:
 
 def _model_path(text: str) -> Path:
     return Path(text.partition(",")[0])
-
-
-def _tensors(directory: Path) -> tuple[int, int, int]:
-    """Bytes of all tensors on the GPU, of those in no layer, and of those in layers that no
-    sharding divides.
-
-    From shapes and types: on disk, fp32 is written as bf16, so that the files are smaller.
-    """
-    path = next((directory / name for name in _NAMES if (directory / name).exists()), None)
-    if path is None:
-        raise MemoryPlanError(f"{directory} has neither {' nor '.join(_NAMES)}")
-    total = outside = whole = 0
-    for shard in Fields(read_json(path), path.name).list("records"):
-        if not isinstance(shard, dict):
-            raise MemoryPlanError(f"{path.name} has a record that is no object")
-        for record in Fields(shard, path.name).list("records"):
-            if not isinstance(record, dict):
-                raise MemoryPlanError(f"{path.name} has a tensor that is no object")
-            fields = Fields(record, path.name)
-            name, dtype = fields.text("name"), fields.text("dtype")
-            if dtype not in TVM:
-                raise MemoryPlanError(f"{path.name}: {name} has the unknown type {dtype[:40]}")
-            size = elements(record.get("shape"), name) * TVM[dtype]
-            total += size
-            if not _LAYER.search(name):
-                outside += size
-            elif _WHOLE.search(name):
-                whole += size
-    if total == 0:
-        raise MemoryPlanError(f"{path.name} lists no tensors")
-    return total, outside, whole
-
-
-def library_temp(path: Path) -> int | None:
-    """Twice the most that a function of a compiled library needs for its temporaries, in bytes.
-
-    The library carries its metadata as JSON, with `memory_usage` of each function. None if that
-    cannot be found in the file, which is read without being run.
-    """
-    key = b'"memory_usage":'
-    try:
-        with regular_file(path) as (file, size):
-            if size < len(key):
-                return None
-            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                at = data.find(key)
-                text = data[at + len(key) : at + len(key) + (64 << 10)] if at >= 0 else b""
-    except MemoryPlanError:
-        return None
-    try:
-        found, _ = json.JSONDecoder().raw_decode(text.decode("utf-8", "replace").lstrip())
-    except (ValueError, RecursionError):
-        return None
-    sizes = list(found.values()) if isinstance(found, dict) else []
-    if not sizes or not all(type(size) is int and 0 <= size < 1 << 40 for size in sizes):
-        return None
-    return 2 * int(max(sizes))
 
 
 def estimated_temp(model: Model) -> int:
@@ -293,16 +183,10 @@ def _settings(
     )
 
 
-def _plan(
-    spec: EngineSpec,
-    block: MlcLlmBlock,
-    models: list[Model],
-    extra: int,
-    temp: int | None,
-    vram_bytes: int | None,
-) -> MemoryPlan:
+def _plan(spec: EngineSpec, block: MlcLlmBlock, inputs: _Inputs) -> MemoryPlan:
+    models, extra = inputs.models, inputs.extra
     main = models[0]
-    settings = _settings(block, main, temp, vram_bytes, spec.gpus)
+    settings = _settings(block, main, inputs.temp, inputs.vram, spec.gpus)
     shards, stages = settings.shards, settings.stages
     for model in models:
         if model.kv_heads % shards or model.heads % shards:
@@ -335,7 +219,7 @@ def _plan(
         kv_bytes_per_token=kv_token * len(per_gpu),
         refusal=refusal,
         notes=notes,
-        knobs=_knobs(spec, block, models, extra, temp, vram_bytes, tokens, sequences),
+        knobs=_knobs(spec, block, inputs, tokens, sequences),
     )
 
 
@@ -457,10 +341,7 @@ def _notes(
 def _knobs(
     spec: EngineSpec,
     block: MlcLlmBlock,
-    models: list[Model],
-    extra: int,
-    temp: int | None,
-    vram_bytes: int | None,
+    inputs: _Inputs,
     tokens: int,
     sequences: int,
 ) -> tuple[Knob, ...]:
@@ -468,33 +349,28 @@ def _knobs(
         # What `raw` says goes last, so what it says now has to become fields of their own.
         overrides = _raw(block.overrides).model_copy(update={**changes, "raw": None})
         changed = block.model_copy(update={"overrides": overrides})
-        return _plan(with_block(spec, changed), changed, models, extra, temp, vram_bytes)
+        return _plan(with_block(spec, changed), changed, inputs)
 
-    path = "spec.mlcllm.overrides"
-    share = round(_current_share(block, vram_bytes) * 100)
+    fields = inputs.fields
+    share = _current_share(block, inputs.vram)
     found = [
         knob(
-            f"{path}.maxTotalSeqLength",
+            fields["max_total_seq_length"],
             tokens,
             lambda value: replan({"max_total_seq_length": value}),
             low=1024,
             step=token_step(tokens),
         ),
         knob(
-            f"{path}.maxNumSequence",
+            fields["max_num_sequence"],
             sequences,
             lambda value: replan({"max_num_sequence": value}),
             low=1,
         ),
-        Knob(
-            f"{path}.gpuMemoryUtilization",
+        share_knob(
+            fields["gpu_memory_utilization"],
             share,
-            1,
-            98,
-            1,
-            lambda value: replan({"gpu_memory_utilization": f"{value / 100:.2f}"}),
-            lambda value: f'"{value / 100:.2f}"',
-            is_share=True,
+            lambda text: replan({"gpu_memory_utilization": text}),
         ),
     ]
     return tuple(each for each in found if each is not None)

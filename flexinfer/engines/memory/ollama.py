@@ -7,11 +7,12 @@ absent, it follows the GPUs' memory together. A quantised cache needs flash atte
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from flexinfer.api.blocks import OllamaBlock
 from flexinfer.engines.errors import EngineConfigError
-from flexinfer.engines.memory.common import RUNTIME_BYTES, knob, token_step, with_block
+from flexinfer.engines.memory.common import RUNTIME_BYTES, fields_of, knob, token_step, with_block
 from flexinfer.engines.memory.llamacpp import Loaded, Run, load, share_out, token_bytes
 from flexinfer.engines.memory.types import Knob, MemoryPlan, MemoryPlanError, Share
 from flexinfer.engines.memory.untrusted import regular_file
@@ -20,6 +21,8 @@ from flexinfer.engines.spec import EngineSpec
 _BATCH = 512
 _CONTEXTS = ((47 << 30, 262144), (23 << 30, 32768))  # from so many bytes on; else 4096
 _LEAST = 4096
+_VARIABLES = {"OLLAMA_CONTEXT_LENGTH": "context_length", "OLLAMA_NUM_PARALLEL": "num_parallel"}
+_KNOBS = {"context_length": "contextLength", "num_parallel": "numParallel"}
 _NO = frozenset(("0", "f", "false", "F", "FALSE", "False"))
 
 
@@ -29,7 +32,9 @@ def plan(spec: EngineSpec, weights: Path, vram_bytes: int | None) -> MemoryPlan:
     block = spec.block
     if not isinstance(block, OllamaBlock):
         raise MemoryPlanError(f"{spec.name}: the settings are not those of ollama")
-    return _plan(spec, _in_force(spec, block), load(_blob(weights)), vram_bytes)
+    return _plan(
+        spec, _in_force(spec, block), load(_blob(weights)), vram_bytes, _fields(spec, block)
+    )
 
 
 def default_context(vram_bytes: int | None, gpus: int) -> int:
@@ -53,8 +58,7 @@ def _blob(weights: Path) -> Path:
 def _in_force(spec: EngineSpec, block: OllamaBlock) -> OllamaBlock:
     """`block` with what variables and Modelfile parameters say; parameters win in Ollama."""
     changes: dict[str, object] = {}
-    numbers = {"OLLAMA_CONTEXT_LENGTH": "context_length", "OLLAMA_NUM_PARALLEL": "num_parallel"}
-    for variable, name in numbers.items():
+    for variable, name in _VARIABLES.items():
         if variable in spec.env:
             changes[name] = _number(spec.env[variable], variable)
     if "OLLAMA_KV_CACHE_TYPE" in spec.env:
@@ -66,6 +70,17 @@ def _in_force(spec: EngineSpec, block: OllamaBlock) -> OllamaBlock:
     return block.model_copy(update=changes)
 
 
+def _fields(spec: EngineSpec, block: OllamaBlock) -> dict[str, str]:
+    """Where the settings are to be changed: where they are said last."""
+    said: dict[str, str] = {}
+    for variable, name in _VARIABLES.items():
+        if variable in spec.env:
+            said[name] = f"spec.ollama.env.{variable}"
+    if "num_ctx" in block.parameters:
+        said["context_length"] = "spec.ollama.parameters.num_ctx"
+    return fields_of("spec.ollama", _KNOBS, said)
+
+
 def _number(text: str, name: str) -> int:
     if not (text.isascii() and text.isdigit() and 0 < len(text) < 12 and int(text) > 0):
         raise MemoryPlanError(f"{name} {text[:40]} is no number of tokens or requests")
@@ -73,7 +88,11 @@ def _number(text: str, name: str) -> int:
 
 
 def _plan(
-    spec: EngineSpec, block: OllamaBlock, model: Loaded, vram_bytes: int | None
+    spec: EngineSpec,
+    block: OllamaBlock,
+    model: Loaded,
+    vram_bytes: int | None,
+    fields: Mapping[str, str],
 ) -> MemoryPlan:
     parallel = block.num_parallel or 1
     context = block.context_length or default_context(vram_bytes, spec.gpus)
@@ -116,7 +135,7 @@ def _plan(
         sequences=parallel,
         kv_bytes_per_token=token_bytes(model.shape, run),
         notes=tuple(notes),
-        knobs=_knobs(spec, block, model, vram_bytes, context, parallel),
+        knobs=_knobs(spec, block, model, vram_bytes, context, parallel, fields),
     )
 
 
@@ -127,21 +146,22 @@ def _knobs(
     vram_bytes: int | None,
     context: int,
     parallel: int,
+    fields: Mapping[str, str],
 ) -> tuple[Knob, ...]:
     def replan(changes: dict[str, object]) -> MemoryPlan:
         changed = block.model_copy(update=changes)
-        return _plan(with_block(spec, changed), changed, model, vram_bytes)
+        return _plan(with_block(spec, changed), changed, model, vram_bytes, fields)
 
     found = [
         knob(
-            "spec.ollama.contextLength",
+            fields["context_length"],
             context,
             lambda value: replan({"context_length": value}),
             low=512,
             step=token_step(context),
         ),
         knob(
-            "spec.ollama.numParallel",
+            fields["num_parallel"],
             parallel,
             lambda value: replan({"num_parallel": value}),
             low=1,

@@ -157,7 +157,7 @@ def _best_share(knob: Knob, fits: Fits) -> list[tuple[int, MemoryPlan]]:
 def _extreme(knob: Knob, free: Sequence[int | None], total: int | None) -> int | None:
     """The value that leaves the most room for other settings."""
     if not knob.is_share:
-        return None if knob.field.endswith("contextSize") else knob.low
+        return knob.low
     rooms = [room for room in free if room is not None]
     if not rooms or not total:
         return knob.high if rooms or total else None

@@ -8,7 +8,7 @@ sequence of the longest length), `get_batch_defaults` and `get_pp_indices`.
 
 from __future__ import annotations
 
-import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,15 +16,18 @@ from flexinfer.api.blocks import VllmBlock
 from flexinfer.engines.memory.common import (
     RUNTIME_BYTES,
     divide_up,
+    fields_of,
     knob,
+    said_in,
+    share_knob,
     token_step,
     with_arguments,
     with_block,
 )
 from flexinfer.engines.memory.hf_config import HfModel, read_config
-from flexinfer.engines.memory.safetensors import Tensor, read_tensors
-from flexinfer.engines.memory.tensors import PLAIN_FLOATS
+from flexinfer.engines.memory.safetensors import read_tensors
 from flexinfer.engines.memory.types import Knob, MemoryPlan, MemoryPlanError, Share
+from flexinfer.engines.memory.vllm_weights import Settings, layers_of_stages, weights_of_stages
 from flexinfer.engines.spec import EngineSpec
 
 UTILIZATION = 0.92
@@ -53,29 +56,23 @@ _ARGUMENTS = {
     "-q": "quantization",
     "--block-size": "block_size",
 }
-_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
-_SEES = re.compile(r"(^|\.)(vision|visual|multi_modal|mm_|audio)")
-_HEAD = re.compile(r"(^|\.)(lm_head|embed_out|output)\.")
-_EMBEDDING = re.compile(r"(^|\.)(embed_tokens|wte|word_embeddings|tok_embeddings|embed_in)\.")
-# Linear layers that vLLM does not divide: routers, and the first halves of latent attention.
-_REPLICATED = re.compile(r"(\.gate|\.router|q_a_proj|kv_a_proj_with_mqa|fused_qkv_a_proj)\.weight")
-_KV_PROJECTION = re.compile(r"\.(k_proj|v_proj)\.")
+_KNOBS = {
+    "gpu_memory_utilization": "gpuMemoryUtilization",
+    "max_model_len": "maxModelLen",
+    "max_num_seqs": "maxNumSeqs",
+}
 
 
 @dataclass(frozen=True)
-class _Settings:
-    """The settings in force. `length` is the longest sequence; `cache_type` and `type` are bytes
-    of a value; `utilization` a share of the total; `tensors` and `stages` are parallel sizes."""
+class _Files:
+    """What was read, once for all plans with other settings. `stages` are the bytes of weights on
+    each GPU of each stage: no setting that is turned later changes them. `fields` are the places
+    in the manifest where settings are to be changed."""
 
-    length: int
-    sequences: int
-    batch: int
-    block: int
-    type: int
-    cache_type: int
-    utilization: float
-    tensors: int
-    stages: int
+    model: HfModel
+    stages: tuple[int, ...]
+    pickled: bool
+    fields: Mapping[str, str]
 
 
 def plan(spec: EngineSpec, weights: Path, vram_bytes: int | None) -> MemoryPlan:
@@ -83,14 +80,24 @@ def plan(spec: EngineSpec, weights: Path, vram_bytes: int | None) -> MemoryPlan:
     block = spec.block
     if not isinstance(block, VllmBlock):
         raise MemoryPlanError(f"{spec.name}: the settings are not those of vllm")
+    said = said_in(block.extra_args, _ARGUMENTS, "spec.vllm")
     block = with_arguments(block, block.extra_args, _ARGUMENTS)
     block = block.model_copy(update={"extra_args": []})
     if block.load_format == "gguf" or weights.is_file():
         raise MemoryPlanError("the memory of GGUF files under vLLM is not known")
-    return _plan(spec, block, read_config(weights), read_tensors(weights), vram_bytes)
+    model, tensors = read_config(weights), read_tensors(weights)
+    settings = _settings(spec, block, model, vram_bytes)
+    counts = layers_of_stages(model.layers, settings.stages)
+    files = _Files(
+        model=model,
+        stages=tuple(weights_of_stages(tensors, block, model, settings, counts)),
+        pickled=any(not tensor.dtype for tensor in tensors),
+        fields=fields_of("spec.vllm", _KNOBS, said),
+    )
+    return _plan(spec, block, files, vram_bytes)
 
 
-def _settings(spec: EngineSpec, block: VllmBlock, model: HfModel, vram: int | None) -> _Settings:
+def _settings(spec: EngineSpec, block: VllmBlock, model: HfModel, vram: int | None) -> Settings:
     stages = block.pipeline_parallel_size or 1
     tensors = block.tensor_parallel_size or max(1, spec.gpus // stages)
     large = vram is not None and vram >= 70 << 30
@@ -110,7 +117,7 @@ def _settings(spec: EngineSpec, block: VllmBlock, model: HfModel, vram: int | No
         utilization = float(block.gpu_memory_utilization or UTILIZATION)
     except ValueError:
         raise MemoryPlanError("gpuMemoryUtilization is no number") from None
-    return _Settings(
+    return Settings(
         length=length,
         sequences=sequences,
         batch=batch,
@@ -138,18 +145,12 @@ def _known_type(name: str) -> int:
     return _TYPES[name]
 
 
-def _plan(
-    spec: EngineSpec,
-    block: VllmBlock,
-    model: HfModel,
-    tensors: list[Tensor],
-    vram: int | None,
-) -> MemoryPlan:
+def _plan(spec: EngineSpec, block: VllmBlock, files: _Files, vram: int | None) -> MemoryPlan:
+    model = files.model
     settings = _settings(spec, block, model, vram)
-    counts = _layers_of_stages(model.layers, settings.stages)
-    weights = _weights(tensors, block, model, settings, counts)
+    counts = layers_of_stages(model.layers, settings.stages)
     offload = int((block.cpu_offload_gb or 0) * 2**30) if spec.gpus else 0
-    weights = [max(0, stage - offload) for stage in weights]
+    weights = [max(0, stage - offload) for stage in files.stages]
     given = block.kv_cache_memory_bytes
     kv = _sequence_bytes(model, settings, counts)
     need = list(kv)
@@ -165,7 +166,7 @@ def _plan(
     reserved = None
     if vram is not None and given is None and spec.gpus:
         reserved = -int(-vram * settings.utilization // 1)
-    plan = MemoryPlan(
+    return MemoryPlan(
         backend=spec.backend,
         gpus=spec.gpus,
         per_gpu=per_gpu,
@@ -176,10 +177,9 @@ def _plan(
         * settings.tensors,
         reserved_bytes=reserved,
         refusal=_refusal(spec, block, settings, per_gpu, kv, reserved),
-        notes=_notes(block, model, tensors),
-        knobs=_knobs(spec, block, model, tensors, vram, settings),
+        notes=_notes(block, files),
+        knobs=_knobs(spec, block, files, vram, settings),
     )
-    return plan
 
 
 def _together(shares: list[Share]) -> Share:
@@ -190,75 +190,7 @@ def _together(shares: list[Share]) -> Share:
     )
 
 
-def _layers_of_stages(layers: int, stages: int) -> list[int]:
-    """How many layers each stage has: the rest of the division goes to the last but one first."""
-    if stages > layers:
-        raise MemoryPlanError(f"{layers} layers cannot be divided among {stages} stages")
-    counts = [layers // stages] * stages
-    for index in range(2, layers % stages + 2):
-        counts[-index] += 1
-    return counts
-
-
-def _weights(
-    tensors: list[Tensor],
-    block: VllmBlock,
-    model: HfModel,
-    settings: _Settings,
-    counts: list[int],
-) -> list[int]:
-    """Bytes of weights on each GPU of each stage.
-
-    Matrices are divided among the GPUs of a stage, vectors and routers are not; KV projections
-    only as far as there are KV heads. The embedding is in the first stage and the head in the last.
-    """
-    stage_of = [stage for stage, count in enumerate(counts) for _ in range(count)]
-    sums = [0] * settings.stages
-    for tensor in tensors:
-        head, embedding = _HEAD.search(tensor.name), _EMBEDDING.search(tensor.name)
-        if head and model.tied:
-            continue  # the embedding again
-        size = _loaded(tensor, block, model, settings, keep=bool(head or embedding))
-        size = divide_up(size, _divisor(tensor, model, settings))
-        match = _LAYER.search(tensor.name)
-        if match and not _SEES.search(tensor.name) and len(match[1]) < 6:
-            layer = int(match[1])
-            if layer < model.layers:  # beyond are heads for speculation, loaded only on request
-                sums[stage_of[layer]] += size
-        elif head or "norm" in tensor.name:
-            sums[-1] += size
-        else:
-            sums[0] += size
-            if embedding and model.tied and settings.stages > 1:
-                sums[-1] += size
-    return sums
-
-
-def _loaded(
-    tensor: Tensor, block: VllmBlock, model: HfModel, settings: _Settings, *, keep: bool
-) -> int:
-    """Bytes of a tensor once loaded: plain floats are converted, packed ones stay as they are."""
-    if tensor.dtype not in PLAIN_FLOATS:
-        return tensor.size
-    online = None if model.quantization else block.quantization
-    if online and tensor.dimensions >= 2 and not keep:
-        if online.startswith("fp8") or online == "ptpc_fp8":
-            return tensor.count
-        if online == "bitsandbytes":
-            return divide_up(tensor.count * 33, 64)  # four bits, and a scale for every 64 values
-    return tensor.count * settings.type
-
-
-def _divisor(tensor: Tensor, model: HfModel, settings: _Settings) -> int:
-    whole = tensor.dimensions < 2 or _REPLICATED.search(tensor.name) or _SEES.search(tensor.name)
-    if whole:
-        return 1
-    if _KV_PROJECTION.search(tensor.name) and not model.latent and model.kv_heads:
-        return min(settings.tensors, model.kv_heads)
-    return settings.tensors
-
-
-def _token_bytes(model: HfModel, settings: _Settings) -> int:
+def _token_bytes(model: HfModel, settings: Settings) -> int:
     """Bytes of one token in one layer's cache, on one GPU. A latent cache is the same on all of
     them, and every GPU has at least one KV head."""
     if model.latent:
@@ -268,7 +200,7 @@ def _token_bytes(model: HfModel, settings: _Settings) -> int:
     return max(1, model.kv_heads // settings.tensors) * model.kv_width * settings.cache_type
 
 
-def _sequence_bytes(model: HfModel, settings: _Settings, counts: list[int]) -> list[int]:
+def _sequence_bytes(model: HfModel, settings: Settings, counts: list[int]) -> list[int]:
     """KV bytes that one sequence of the longest length takes on a GPU of each stage: whole blocks,
     and of layers with a window no more than the window and the tokens of a step."""
     token, size = _token_bytes(model, settings), settings.block
@@ -286,7 +218,7 @@ def _sequence_bytes(model: HfModel, settings: _Settings, counts: list[int]) -> l
     return found
 
 
-def _buffers(block: VllmBlock, model: HfModel, settings: _Settings) -> int:
+def _buffers(block: VllmBlock, model: HfModel, settings: Settings) -> int:
     """The peak of the profiling run, and graphs.
 
     An estimate, rather too high: for each token of a step the MLP's three widest arrays and four
@@ -302,7 +234,7 @@ def _buffers(block: VllmBlock, model: HfModel, settings: _Settings) -> int:
 def _refusal(
     spec: EngineSpec,
     block: VllmBlock,
-    settings: _Settings,
+    settings: Settings,
     per_gpu: tuple[Share, ...],
     kv: list[int],
     reserved: int | None,
@@ -326,11 +258,11 @@ def _refusal(
     return None
 
 
-def _notes(block: VllmBlock, model: HfModel, tensors: list[Tensor]) -> tuple[str, ...]:
+def _notes(block: VllmBlock, files: _Files) -> tuple[str, ...]:
     notes = ["activations and graphs are an estimate"]
-    if any(not tensor.dtype for tensor in tensors):
+    if files.pickled:
         notes.append("the weights are pickled: their size is that of the files, in one piece")
-    if block.quantization and not model.quantization:
+    if block.quantization and not files.model.quantization:
         known = block.quantization in ("fp8", "ptpc_fp8", "bitsandbytes")
         if not known:
             notes.append(f"weights are counted without quantization {block.quantization}")
@@ -344,39 +276,33 @@ def _notes(block: VllmBlock, model: HfModel, tensors: list[Tensor]) -> tuple[str
 def _knobs(
     spec: EngineSpec,
     block: VllmBlock,
-    model: HfModel,
-    tensors: list[Tensor],
+    files: _Files,
     vram: int | None,
-    settings: _Settings,
+    settings: Settings,
 ) -> tuple[Knob, ...]:
     def replan(changes: dict[str, object]) -> MemoryPlan:
         changed = block.model_copy(update=changes)
-        return _plan(with_block(spec, changed), changed, model, tensors, vram)
+        return _plan(with_block(spec, changed), changed, files, vram)
 
     found: list[Knob | None] = []
     if block.kv_cache_memory_bytes is None:
         found.append(
-            Knob(
-                "spec.vllm.gpuMemoryUtilization",
-                round(settings.utilization * 100),
-                1,
-                98,
-                1,
-                lambda value: replan({"gpu_memory_utilization": f"{value / 100:.2f}"}),
-                lambda value: f'"{value / 100:.2f}"',
-                is_share=True,
+            share_knob(
+                files.fields["gpu_memory_utilization"],
+                settings.utilization,
+                lambda text: replan({"gpu_memory_utilization": text}),
             )
         )
     found += [
         knob(
-            "spec.vllm.maxModelLen",
+            files.fields["max_model_len"],
             settings.length,
             lambda value: replan({"max_model_len": value}),
             low=1024,
             step=token_step(settings.length),
         ),
         knob(
-            "spec.vllm.maxNumSeqs",
+            files.fields["max_num_seqs"],
             settings.sequences,
             lambda value: replan({"max_num_seqs": value}),
             low=1,
