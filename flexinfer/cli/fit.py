@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
 
 from flexinfer.cli import console
 from flexinfer.cli.options import Claims, ModelsDirs, Paths, parse_claims
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from flexinfer.engines.memory import MemoryPlan, Share, Verdict
 
 _NOTHING = "-"
+_ROOT = Path("/")  # of the file system with `sys`
 _WIDEST = 1000  # the table is as wide as it needs to be
 _WORDS = {True: "fits", False: "does not fit", None: "unknown"}
 _STYLES = {True: "green", False: "red", None: "yellow"}
@@ -131,7 +133,7 @@ def fit(
         console.err.print("There is no ModelDeployment.")
     else:
         # In a narrow terminal lines may wrap, but no figure may be cut short.
-        console.out.print(_table(rows), width=_WIDEST, crop=False)
+        Console(width=_WIDEST, highlight=False).print(_table(rows), crop=False)
         for row in rows:
             _explain(row)
     if any(row.verdict.fits is False for row in rows):
@@ -200,11 +202,11 @@ def _gpus(count: int, size: int | None) -> tuple[int | None, tuple[int | None, .
     from flexinfer.engines.gpus import assign, count_gpus
     from flexinfer.engines.memory import free_vram, least_vram
 
-    inventory = count_gpus()
+    inventory = count_gpus(_ROOT)
     if inventory.count < count:
         return None, (), f"this machine has not that many GPUs ({inventory}); say --vram"
     everything = assign(range(inventory.count), inventory)
-    free = free_vram(everything)
+    free = free_vram(everything, _ROOT)
     best = sorted(range(inventory.count), key=lambda index: -(free[index] or 0))[:count]
     return least_vram(assign(best, inventory)), tuple(free[index] for index in best), None
 
