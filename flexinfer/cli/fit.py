@@ -76,6 +76,7 @@ class Row:
             "totalBytes": plan.total_bytes,
             "neededBytesPerGpu": plan.needed_bytes,
             "reservedBytesPerGpu": plan.reserved_bytes,
+            "slackBytesPerGpu": plan.slack_bytes,
             "perGpu": [_share(share) for share in plan.per_gpu],
             "contextTokens": plan.context_tokens,
             "cacheTokens": plan.cache_tokens,

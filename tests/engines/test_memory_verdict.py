@@ -79,6 +79,23 @@ def test_a_refusal_counts_whatever_is_free() -> None:
     assert (verdict.fits, verdict.message) == (False, "it will not")
 
 
+def test_within_the_error_of_an_estimate_nobody_knows() -> None:
+    close = replace(plan(8, knobs=(knob(lambda value: plan(value)),)), slack_bytes=GIB)
+    verdict = judge(close, [7 * GIB + GIB // 2], None)
+    assert verdict.fits is None
+    assert "too close to tell" in verdict.message
+    assert verdict.proposals[0].settings == (("spec.x.size", "7"),)
+    assert judge(close, [8 * GIB], None).fits is True
+    assert judge(close, [7 * GIB - 1], None).fits is False
+    doubtful = replace(plan(8), slack_bytes=GIB, doubt="it may not start")
+    verdict = judge(doubtful, [24 * GIB], None)
+    assert verdict.fits is None
+    assert "it may not start" in verdict.message
+    # What is reserved is taken in any case.
+    reserved = replace(close, reserved_bytes=20 * GIB)
+    assert judge(reserved, [19 * GIB], None).fits is False
+
+
 def test_what_is_reserved_must_be_free() -> None:
     reserved = replace(plan(8), reserved_bytes=20 * GIB)
     assert judge(reserved, [20 * GIB], None).fits is True

@@ -94,8 +94,18 @@ def test_it_takes_a_share_of_the_total(llama: Path) -> None:
     assert judge(planned(llama, gpu_memory_utilization="0.88"), [21 * GIB], XTX).fits is False
 
 
+def test_a_share_that_is_only_just_enough(llama: Path) -> None:
+    """One sequence needs 17.7 GiB, 0.8 of that as an estimate that may be too high."""
+    plan = planned(llama, gpu_memory_utilization="0.72")
+    assert (plan.refusal, plan.doubt is None) == (None, False)
+    verdict = judge(plan, [XTX], XTX)
+    assert verdict.fits is None
+    assert "too close to tell" in verdict.message
+    assert verdict.proposals
+
+
 def test_too_small_a_share(llama: Path) -> None:
-    plan = planned(llama, gpu_memory_utilization="0.70")
+    plan = planned(llama, gpu_memory_utilization="0.65")
     assert plan.refusal is not None and "one sequence of 8192 tokens" in plan.refusal
     verdict = judge(plan, [XTX], XTX)
     assert verdict.fits is False

@@ -10,7 +10,7 @@ buffers are what its graph allocator finds; the formula for them here was fitted
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -226,6 +226,7 @@ def _plan(
         cache_tokens=run.cells * run.streams,
         sequences=run.sequences,
         kv_bytes_per_token=token_bytes(model.shape, run),
+        slack_bytes=slack_of(shares),
         notes=tuple(notes),
         knobs=_knobs(spec, block, model, extras, run, fields),
     )
@@ -352,6 +353,11 @@ def _place(index: int, count: int, run: Run) -> int:
         if index / count < reached - 1e-9:
             return gpu
     return max(gpu for gpu, part in enumerate(run.split) if part > 0)
+
+
+def slack_of(shares: Sequence[Share]) -> int:
+    """How much lower than estimated the buffers of a GPU may be: half of them."""
+    return max(share.buffers for share in shares) // 2
 
 
 def _knobs(

@@ -195,8 +195,10 @@ def _plan(spec: EngineSpec, block: MlcLlmBlock, inputs: _Inputs) -> MemoryPlan:
             )
     parts = [_of_one_gpu(model, shards, stages) for model in models]
     sequences, window = _sequences(settings, main), _window(settings, main)
-    fit = _fitting(models, parts, extra, settings, sequences)
-    refusal = _refusal(spec, settings, fit)
+    temp = _temp(parts, settings)
+    slack = 0 if settings.temp is not None else temp // 2
+    fit = _fitting(models, parts, extra, settings, sequences, temp)
+    most = _fitting(models, parts, extra, settings, sequences, temp - slack)
     tokens = _tokens(settings, fit, sequences, window)
     pages = divide_up(tokens, _PAGE) + 1
     kv_token = sum(
@@ -217,7 +219,9 @@ def _plan(spec: EngineSpec, block: MlcLlmBlock, inputs: _Inputs) -> MemoryPlan:
         cache_tokens=tokens,
         sequences=sequences,
         kv_bytes_per_token=kv_token * len(per_gpu),
-        refusal=refusal,
+        refusal=_too_few(spec, settings) or _no_room(settings, most),
+        slack_bytes=slack + (RUNTIME_BYTES // 2 if spec.gpus else 0),
+        doubt=_no_room(settings, fit),
         notes=notes,
         knobs=_knobs(spec, block, inputs, tokens, sequences),
     )
@@ -258,7 +262,12 @@ def _temp(parts: list[Model], settings: Settings) -> int:
 
 
 def _fitting(
-    models: list[Model], parts: list[Model], extra: int, settings: Settings, sequences: int
+    models: list[Model],
+    parts: list[Model],
+    extra: int,
+    settings: Settings,
+    sequences: int,
+    temp: int,
 ) -> int | None:
     """The tokens that MLC believes to fit; None if the GPU's memory is not known."""
     if settings.budget is None:
@@ -280,7 +289,7 @@ def _fitting(
         settings.budget,
         chunk=first.chunk,
         sequences=sequences,
-        temp=_temp(parts, settings),
+        temp=temp,
     )
 
 
@@ -311,10 +320,15 @@ def _buffers(parts: list[Model], settings: Settings, sequences: int) -> int:
     return total + sequences * 20 + int(sequences * parts[0].vocab * 16.125)
 
 
-def _refusal(spec: EngineSpec, settings: Settings, fit: int | None) -> str | None:
+def _too_few(spec: EngineSpec, settings: Settings) -> str | None:
     wanted = settings.shards * settings.stages
     if spec.gpus and wanted > spec.gpus:
         return f"it is compiled for {wanted} GPUs, and resources gives it {spec.gpus}"
+    return None
+
+
+def _no_room(settings: Settings, fit: int | None) -> str | None:
+    """Why MLC will not start if it believes that `fit` tokens fit."""
     if fit is not None and fit <= 0 and settings.budget is not None:
         return (
             "MLC refuses to start: weights and buffers leave no room for a KV cache in the "

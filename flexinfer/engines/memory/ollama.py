@@ -13,7 +13,7 @@ from pathlib import Path
 from flexinfer.api.blocks import OllamaBlock
 from flexinfer.engines.errors import EngineConfigError
 from flexinfer.engines.memory.common import RUNTIME_BYTES, fields_of, knob, token_step, with_block
-from flexinfer.engines.memory.llamacpp import Loaded, Run, load, share_out, token_bytes
+from flexinfer.engines.memory.llamacpp import Loaded, Run, load, share_out, slack_of, token_bytes
 from flexinfer.engines.memory.types import Knob, MemoryPlan, MemoryPlanError, Share
 from flexinfer.engines.memory.untrusted import regular_file
 from flexinfer.engines.spec import EngineSpec
@@ -134,6 +134,7 @@ def _plan(
         cache_tokens=run.cells * run.streams,
         sequences=parallel,
         kv_bytes_per_token=token_bytes(model.shape, run),
+        slack_bytes=max(0, slack_of(shares) - overhead // 2),
         notes=tuple(notes),
         knobs=_knobs(spec, block, model, vram_bytes, context, parallel, fields),
     )

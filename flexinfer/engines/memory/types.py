@@ -61,7 +61,9 @@ class MemoryPlan:
     sequences together on one GPU, `sequences` how many run at once, `kv_bytes_per_token` what one
     more token takes on all GPUs together. `reserved_bytes` is what the engine takes of every GPU
     whatever it needs (vLLM), None if it takes what it needs. `refusal` says why the engine will
-    not start with these settings, however much is free. `notes` are for people.
+    not start with these settings, however much is free. Estimates are rather too high: up to
+    `slack_bytes` of each GPU may turn out not to be needed, and `doubt` is a refusal that holds
+    only if they are. `notes` are for people.
     """
 
     backend: str
@@ -73,6 +75,8 @@ class MemoryPlan:
     kv_bytes_per_token: int
     reserved_bytes: int | None = None
     refusal: str | None = None
+    slack_bytes: int = 0
+    doubt: str | None = None
     notes: tuple[str, ...] = ()
     knobs: tuple[Knob, ...] = field(default=(), repr=False, compare=False)
 
@@ -106,9 +110,10 @@ class MemoryPlan:
         """What the fullest GPU must hold."""
         return self.fullest.total
 
-    def claim(self, index: int) -> int:
-        """What the engine takes of the GPU `index`: what it reserves, or what it needs."""
-        needed = self.per_gpu[index].total
+    def claim(self, index: int, *, least: bool = False) -> int:
+        """What the engine takes of the GPU `index`: what it reserves, or what it needs. With
+        `least`, what it takes in any case."""
+        needed = self.per_gpu[index].total - (self.slack_bytes if least else 0)
         return needed if self.reserved_bytes is None else max(needed, self.reserved_bytes)
 
 
@@ -125,7 +130,8 @@ class Proposal:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether a plan fits. `fits` is None where nobody can tell. `message` has the numbers and
+    """Whether a plan fits. `fits` is None where nobody can tell, or where the difference is smaller
+    than an estimate's error. `message` has the numbers and
     the best proposal; `proposals` are alternatives, the best first."""
 
     fits: bool | None

@@ -30,21 +30,22 @@ def judge(plan: MemoryPlan, free: Sequence[int | None], total: int | None) -> Ve
         return Verdict(None, f"runs on the CPU and needs {gib(plan.needed_bytes)} of RAM")
     free = [*free, *[None] * (len(plan.per_gpu) - len(free))]
     short = _short(plan, free)
-    if short is None and plan.refusal is None:
+    if short is None and plan.refusal is None and plan.doubt is None:
         known = [each for each in free[: len(plan.per_gpu)] if each is not None]
         if len(known) < len(plan.per_gpu):
             return Verdict(None, f"{_needs(plan)}; what is free is not known here")
         return Verdict(True, f"{_needs(plan)}; {gib(min(known))}{_of(total)} is free")
+    reason = plan.refusal or f"{_needs(plan)}, and {short}{_of(total)} is free"
+    certain = plan.refusal is not None or _short(plan, free, least=True) is not None
+    if not certain:
+        error = f"{gib(plan.slack_bytes)} of it is the error of the estimate"
+        reason = f"too close to tell: {plan.doubt or reason}; {error}"
     proposals = tuple(_proposals(plan, lambda changed: _fits(changed, free), free, total))
-    if plan.refusal is not None:
-        parts = [plan.refusal]
-    else:
-        parts = [f"{_needs(plan)}, and {short}{_of(total)} is free"]
     if proposals:
-        parts.append(f"it would fit with {proposals[0]}")
+        reason += f"; it would fit with {proposals[0]}"
     elif plan.knobs:
-        parts.append(f"no value of {_names(plan)} would make it fit")
-    return Verdict(False, "; ".join(parts), proposals)
+        reason += f"; no value of {_names(plan)} would make it fit"
+    return Verdict(False if certain else None, reason, proposals)
 
 
 def _needs(plan: MemoryPlan) -> str:
@@ -65,18 +66,20 @@ def _of(total: int | None) -> str:
     return "" if total is None else f" of {gib(total)}"
 
 
-def _short(plan: MemoryPlan, free: Sequence[int | None]) -> str | None:
-    """The free memory of the first GPU that has too little, for a message."""
+def _short(plan: MemoryPlan, free: Sequence[int | None], *, least: bool = False) -> str | None:
+    """The free memory of the first GPU that has too little, for a message; with `least`, too
+    little even for what is needed in any case."""
     for index in range(len(plan.per_gpu)):
         room = free[index] if index < len(free) else None
-        if room is not None and plan.claim(index) > room:
+        if room is not None and plan.claim(index, least=least) > room:
             which = f" on GPU {index}" if len(plan.per_gpu) > 1 else ""
             return f"{gib(room)}{which}"
     return None
 
 
 def _fits(plan: MemoryPlan, free: Sequence[int | None]) -> bool:
-    return plan.refusal is None and _short(plan, free) is None
+    sound = plan.refusal is None and plan.doubt is None
+    return sound and _short(plan, free) is None
 
 
 Fits = Callable[[MemoryPlan], bool]

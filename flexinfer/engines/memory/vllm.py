@@ -156,9 +156,10 @@ def _plan(spec: EngineSpec, block: VllmBlock, files: _Files, vram: int | None) -
     need = list(kv)
     if given is not None:
         need = [max(int(given.value), 1)] * len(counts)
-    buffers = _buffers(block, model, settings) + (RUNTIME_BYTES if spec.gpus else 0)
+    estimate = _buffers(block, model, settings) + (RUNTIME_BYTES if spec.gpus else 0)
+    slack = estimate // 2
     shares = [
-        Share(weights[stage], need[stage], buffers)
+        Share(weights[stage], need[stage], estimate)
         for stage in range(settings.stages)
         for _ in range(settings.tensors)
     ]
@@ -176,7 +177,10 @@ def _plan(spec: EngineSpec, block: VllmBlock, files: _Files, vram: int | None) -
         kv_bytes_per_token=sum(_token_bytes(model, settings) * count for count in counts)
         * settings.tensors,
         reserved_bytes=reserved,
-        refusal=_refusal(spec, block, settings, per_gpu, kv, reserved),
+        refusal=_refusal(spec, block, settings, per_gpu, kv)
+        or _too_little(settings, per_gpu, reserved, slack),
+        slack_bytes=slack,
+        doubt=_too_little(settings, per_gpu, reserved, 0),
         notes=_notes(block, files),
         knobs=_knobs(spec, block, files, vram, settings),
     )
@@ -237,18 +241,10 @@ def _refusal(
     settings: Settings,
     per_gpu: tuple[Share, ...],
     kv: list[int],
-    reserved: int | None,
 ) -> str | None:
     if spec.gpus and settings.tensors * settings.stages > spec.gpus:
         count = settings.tensors * settings.stages
         return f"it wants {count} GPUs, and resources gives it {spec.gpus}"
-    most = max(share.total for share in per_gpu)
-    if reserved is not None and most > reserved:
-        return (
-            f"vLLM may use {reserved / 2**30:.1f} GiB of each GPU (gpuMemoryUtilization "
-            f"{settings.utilization:g}), and one sequence of {settings.length} tokens needs "
-            f"{most / 2**30:.1f} GiB"
-        )
     given = block.kv_cache_memory_bytes
     if given is not None and int(given.value) < max(kv):
         return (
@@ -256,6 +252,20 @@ def _refusal(
             f"which takes {max(kv) / 2**30:.2f} GiB"
         )
     return None
+
+
+def _too_little(
+    settings: Settings, per_gpu: tuple[Share, ...], reserved: int | None, slack: int
+) -> str | None:
+    """Why vLLM will not start with what it may use, if it needs `slack` less than is estimated."""
+    most = max(share.total for share in per_gpu)
+    if reserved is None or most - slack <= reserved:
+        return None
+    return (
+        f"vLLM may use {reserved / 2**30:.1f} GiB of each GPU (gpuMemoryUtilization "
+        f"{settings.utilization:g}), and one sequence of {settings.length} tokens needs "
+        f"{most / 2**30:.1f} GiB"
+    )
 
 
 def _notes(block: VllmBlock, files: _Files) -> tuple[str, ...]:

@@ -85,8 +85,8 @@ def _loaded(
     tensor: Tensor, block: VllmBlock, model: HfModel, settings: Settings, *, keep: bool
 ) -> int:
     """Bytes of a tensor once loaded: plain floats are converted, packed ones stay as they are."""
-    if tensor.dtype not in PLAIN_FLOATS:
-        return tensor.size
+    if tensor.dtype not in PLAIN_FLOATS or (model.quantization and tensor.dtype == "F32"):
+        return tensor.size  # beside packed weights, fp32 are their scales
     online = None if model.quantization else block.quantization
     if online and tensor.dimensions >= 2 and not keep:
         if online.startswith("fp8") or online == "ptpc_fp8":
