@@ -51,6 +51,8 @@ _OFFLINE: Mapping[str, str] = {
     "TRANSFORMERS_OFFLINE": "1",
     "HF_DATASETS_OFFLINE": "1",
 }
+# Without the second, a worker that crashes in compiled code ends without a word.
+_TELLING: Mapping[str, str] = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
 # How long a start may take is for coldStartTimeoutSeconds to say; vLLM's own limit is 600 s.
 _PATIENT: Mapping[str, str] = {"VLLM_ENGINE_READY_TIMEOUT_S": "86400"}
 # All of one engine is on one machine: its processes find each other without the network.
@@ -112,7 +114,7 @@ class Vllm:
         env |= _PATIENT
         env |= _LOCAL
         env |= _caches(cache)
-        env["PYTHONUNBUFFERED"] = "1"
+        env |= _TELLING
         build = build_of(executable, env)
         flags = VllmFlags(spec, block, build, devices)
         if not flags.on_gpu and _sizes_its_cache(block, devices):

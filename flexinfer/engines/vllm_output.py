@@ -152,6 +152,7 @@ _FATAL: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"error: unrecognized arguments: (.+)", r"this vLLM does not know the arguments \1"),
         (r"error: (argument \S+: .+)", r"the command line: \1"),
         (r"error: (ambiguous option: .+)", r"the command line: \1"),
+        (r"^Fatal Python error: (.+)", r"it crashed in compiled code: \1"),
         (r"WorkerProc initialization failed", "a worker did not start"),
         (
             r"EngineCore failed to start|Engine core initialization failed",

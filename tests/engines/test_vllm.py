@@ -336,6 +336,7 @@ def test_environment_of_the_engine(rocm: Executable, weights: Path) -> None:
     assert not {"LOCAL_RANK", "MASTER_PORT"} & made.env.keys()
     assert [notice.reason for notice in made.warnings] == ["EnvironmentIgnored"] * 2
     assert made.secrets == ("MY_TOKEN",)
+    assert made.env["PYTHONFAULTHANDLER"] == "1"
 
 
 def test_compiled_code_goes_into_the_compile_cache(rocm: Executable, weights: Path) -> None:
