@@ -30,8 +30,8 @@ def check_memory(
     """Return what there is to say about the memory that a start will need.
 
     To be called when the GPUs are the engine's own. Reads the model's files, so it blocks. Says
-    nothing where there is no GPU. Raises `EngineStartError` if it will not fit and `check` is
-    `error`. `root` is the root of the file system with `sys`.
+    nothing where there is no GPU, or none that says what is free. Raises `EngineStartError` if it
+    certainly will not fit and `check` is `error`. `root` is the root of the file system with `sys`.
     """
     if check == "off" or not devices.gpus:
         return ()
@@ -40,10 +40,11 @@ def check_memory(
         plan = plan_memory(spec, weights, vram_bytes=total)
     except MemoryPlanError as error:
         return (spec.notice("MemoryUnknown", f"cannot tell what it needs: {error}", _FIELD),)
-    verdict = judge(plan, free_vram(devices, root), total)
-    if verdict.fits is not False:
+    free = free_vram(devices, root)
+    verdict = judge(plan, free, total)
+    if verdict.fits or None in free:
         return ()
-    if check == "error":
+    if check == "error" and verdict.fits is False:
         raise EngineStartError(
             f"it will not fit: {verdict.message} (vramCheck: warn would try all the same)"
         )

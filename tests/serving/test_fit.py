@@ -60,6 +60,21 @@ def test_a_warning_only_says_so(root: Path, needs: Any) -> None:
     assert fit.check_memory(SPEC, root, ON_CARD, "off", root) == ()
 
 
+def test_what_is_too_close_to_tell_is_tried_with_a_warning(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    share = Share(21 * GIB, 0, 0)
+    plan = MemoryPlan("vllm", 1, (share,), 8192, 8192, 1, 1, slack_bytes=2 * GIB)
+    monkeypatch.setattr(fit, "plan_memory", lambda *_, **__: plan)
+    (notice,) = fit.check_memory(SPEC, root, ON_CARD, "error", root)
+    assert notice.reason == "MemoryTight" and "too close to tell" in notice.message
+
+
+def test_a_gpu_that_does_not_say_what_is_free_is_tried(tmp_path: Path, needs: Any) -> None:
+    needs(1000)
+    assert fit.check_memory(SPEC, tmp_path, ON_CARD, "error", tmp_path) == ()
+
+
 @pytest.mark.parametrize("devices", [Devices(), Devices((0,), pretended=True)])
 def test_without_a_gpu_nothing_is_said(root: Path, needs: Any, devices: Devices) -> None:
     needs(1000)
