@@ -41,8 +41,8 @@ from flexinfer.engines.vllm import Vllm
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module")]
 
 START_S = 400.0  # ten times what it takes on an idle machine
-# bfloat16 goes to AMX kernels where the processor has them, for which 0.32 does not ask the kernel's
-# permission: unless a larger product did before, the first request kills its worker.
+# bfloat16 goes to AMX kernels where the processor has them. 0.32 does not ask for permission to use
+# them: unless a larger product did before, the first request kills its worker.
 SMALL = {
     "enforceEager": True,
     "dtype": "float32",
