@@ -37,7 +37,7 @@ MODEL_POLICY = "flexinfer.serving.policies:ModelPolicy"
 _GATEWAY_ONGOING = 10_000
 _MODEL_ONGOING = 100
 # Between the end of a model's drain and the moment when Ray kills its replica: the engine is asked
-# to stop, then killed (vLLM has 30 s, and 15 s for what it leaves), and its GPU's memory is awaited.
+# to stop, then killed (vLLM has 30 s, and 15 s for what it leaves); its GPU's memory is awaited.
 _STOP_MARGIN_S = 90.0
 _GATEWAY_DRAIN_S = 660.0
 
