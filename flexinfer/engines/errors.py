@@ -80,10 +80,12 @@ class EngineStopped(EngineError):
 
 
 class EngineExited(EngineError):
-    """The engine's process has ended without being asked to."""
+    """The engine's process has ended without being asked to; `reason` says why, for a user."""
 
-    def __init__(self, status: ExitStatus, *, log_tail: Sequence[str] = ()) -> None:
-        super().__init__(f"the engine ended: {status}")
+    def __init__(
+        self, status: ExitStatus, *, reason: str = "", log_tail: Sequence[str] = ()
+    ) -> None:
+        super().__init__(f"the engine ended: {reason or status}")
         self.status = status
         self.log_tail = tuple(log_tail)
 

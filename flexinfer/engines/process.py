@@ -260,7 +260,9 @@ class Engine:
 
     def _raise_if_exited(self) -> None:
         if self.exited.done():
-            raise EngineExited(self.exited.result(), log_tail=self.log.tail())
+            status, words = self.exited.result(), self.log.tail(_WORDS_OF_A_FAILURE)
+            reason = self._backend.explain(self.plan, status, words)
+            raise EngineExited(status, reason=reason, log_tail=self.log.tail())
 
     def _session(self) -> aiohttp.ClientSession:
         if self._client is None:

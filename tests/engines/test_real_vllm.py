@@ -299,7 +299,7 @@ async def test_a_killed_engine_core_is_seen_and_explained(
             await asyncio.sleep(0.1)
     async with asyncio.timeout(60):
         status = await asyncio.shield(engine.exited)
-    with pytest.raises(EngineExited):
+    with pytest.raises(EngineExited, match="the engine ended: EngineCore ended"):
         await engine.check()
     reason = shop.backend.explain(engine.plan, status, engine.log.tail(200))
     assert "EngineCore ended" in reason
