@@ -16,6 +16,7 @@ import asyncio
 import contextlib
 import hashlib
 import json
+import logging
 import os
 import re
 import tempfile
@@ -37,11 +38,14 @@ from flexinfer.engines.ollama_store import (
     Manifest,
     manifest_path,
     read_manifest,
+    remove_litter,
     remove_model,
     remove_unnamed,
     store_and_tag,
 )
 from flexinfer.engines.spec import EngineSpec, Executable
+
+_log = logging.getLogger(__name__)
 
 _OURS = "flexinfer"  # the host part of names that no registry knows
 _SHARD = re.compile(r"-\d{5}-of-(\d{5})\.gguf$", re.IGNORECASE)
@@ -100,7 +104,10 @@ class Preparation:
         needed = [base]
         if changes:
             needed.append(await self._made(base, changes))
-        await asyncio.to_thread(self._keep_only, needed)
+        try:
+            await asyncio.to_thread(self._keep_only, needed)
+        except OSError as error:  # what is outdated takes room, and nothing else
+            _log.warning("cannot clean up %s: %s", self._store, error)
         return manifest_path(self._store, needed[-1])
 
     # -- bases
@@ -221,12 +228,13 @@ class Preparation:
         with if_free(self._notes / "store.lock") as free:
             if not free:
                 return  # somebody adds to the store: the next start will do it
+            remove_litter(self._store)
             for family in families:
-                directory = manifest_path(self._store, family).parent
-                for path in sorted(directory.glob("*")):
-                    tag = OllamaTag(*family.parts[:3], path.name)
-                    if tag in needed:
+                for path in sorted(manifest_path(self._store, family).parent.glob("*")):
+                    found = store_and_tag(path)
+                    if found is None or found[1] in needed:
                         continue
+                    tag = found[1]
                     with if_free(self._lock(tag)) as unmade, if_free(self._used(tag)) as unused:
                         if unmade and unused:
                             remove_model(path)

@@ -8,8 +8,10 @@ A manifest comes from a registry or a user, so it is read as something that nobo
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
+import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +22,7 @@ from flexinfer.engines.errors import EngineConfigError
 
 MODEL_LAYER = "application/vnd.ollama.image.model"
 _DIGEST = re.compile(r"sha256[:-]([0-9a-f]{64})")
+_BLOB = re.compile(r"sha256-[0-9a-f]{64}(-partial.*)?")
 _LARGEST_MANIFEST = 4 << 20  # a model of ten thousand tensors, each a layer, takes half of it
 
 
@@ -128,6 +131,8 @@ def remove_model(path: Path) -> None:
         path.unlink(missing_ok=True)
         return
     path.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        path.parent.rmdir()
     remove_unnamed(model.store, [layer.digest for layer in model.layers])
 
 
@@ -142,6 +147,18 @@ def remove_unnamed(store: Path, digests: Iterable[str]) -> None:
         return
     for digest in set(digests) - {layer.digest for model in models for layer in model.layers}:
         blob_path(store, digest).unlink(missing_ok=True)
+
+
+def remove_litter(store: Path) -> None:
+    """Remove what processes that were killed have left half done; parts of downloads stay.
+
+    The caller holds a private store, so that nobody is at work in it. Raises OSError.
+    """
+    for path in store.glob("blobs/*"):
+        if not _BLOB.fullmatch(path.name):
+            path.unlink(missing_ok=True)
+    for path in store.glob("ollama-safetensors*"):  # where Ollama converts
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _layer(entry: Any) -> Layer:

@@ -22,6 +22,7 @@ from flexinfer.engines.ollama_store import (
     manifest_path,
     model_blob,
     read_manifest,
+    remove_litter,
     remove_model,
     remove_unnamed,
     store_and_tag,
@@ -203,6 +204,19 @@ def test_only_what_no_model_names_is_removed(tmp_path: Path) -> None:
     blob_path(tmp_path, other).write_bytes(b"source")
     remove_unnamed(tmp_path, [named, other])
     assert blobs(tmp_path) == {b"GGUF"}
+
+
+def test_what_the_killed_left_is_removed(tmp_path: Path) -> None:
+    path = add_model(tmp_path, "a", weights=b"GGUF")
+    digest = f"sha256-{'1' * 64}"
+    for name in (f"{digest}.77.tmp", "sha256-3141592", f"{digest}-partial", f"{digest}-partial-0"):
+        (tmp_path / "blobs" / name).write_text(name)
+    (tmp_path / "ollama-safetensors1/x").mkdir(parents=True)
+    remove_litter(tmp_path)
+    assert sorted(blob.name for blob in (tmp_path / "blobs").iterdir()) == sorted(
+        [model_blob(path).name, f"{digest}-partial", f"{digest}-partial-0"]
+    )
+    assert not (tmp_path / "ollama-safetensors1").exists()
 
 
 # -- locks
