@@ -14,7 +14,13 @@ from up_process import Up, wait_for
 
 from flexinfer.engines.executables import interpreter_of
 
-pytestmark = [pytest.mark.ray, pytest.mark.vllm]
+VLLM = os.environ.get("FLEXINFER_TEST_VLLM", "")
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.vllm,
+    # Before any fixture: without vLLM there is no need for Ray.
+    pytest.mark.skipif(not VLLM, reason="FLEXINFER_TEST_VLLM names no vllm"),
+]
 
 SCRIPT = Path(__file__).parents[1] / "fakes" / "tiny_llama.py"
 START_S = 400
@@ -22,10 +28,7 @@ START_S = 400
 
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    named = os.environ.get("FLEXINFER_TEST_VLLM")
-    if not named:
-        pytest.skip("FLEXINFER_TEST_VLLM names no vllm")
-    python = interpreter_of(Path(named))
+    python = interpreter_of(Path(VLLM))
     assert python is not None
     folder: Path = tmp_path_factory.mktemp("weights") / "tiny-llama"
     subprocess.run([python, SCRIPT, folder], check=True, timeout=300)
