@@ -32,6 +32,7 @@ from flexinfer.serving.responses import (
     Send,
     engine_error,
     error_event,
+    is_unknown_path,
     proper_end,
     send_error,
     send_json,
@@ -284,6 +285,10 @@ class Exchange:
         while len(body) < _MAX_ERROR_BODY and (data := await response.content.readany()):
             body += data
         error = engine_error(response.status, body)
+        if is_unknown_path(response.status, body):
+            model = self._backlog.config.name
+            error["error"]["message"] = f"model {model} does not serve {self._request.path}"
+            error["error"]["code"] = "not_served"
         if self._head_sent:
             await self._end(send, error_event(error, self._request.path))
             return

@@ -91,13 +91,7 @@ def engine_error(status: int, body: bytes) -> dict[str, Any]:
     Engines say `{"error": {...}}`, `{"error": "text"}`, `{"detail": ...}`, `{"message": ...}`,
     plain text, or JSON inside a JSON string.
     """
-    found: Any = body.decode("utf-8", "replace")
-    for _ in range(2):
-        if isinstance(found, str):
-            try:
-                found = json.loads(found)
-            except ValueError:
-                break
+    found = _said(body)
     if isinstance(found, dict) and isinstance(found.get("error"), dict):
         found = found["error"]
     fields = found if isinstance(found, dict) else {}
@@ -117,3 +111,21 @@ def engine_error(status: int, body: bytes) -> dict[str, Any]:
             "code": fields.get("code", status),
         }
     }
+
+
+def is_unknown_path(status: int, body: bytes) -> bool:
+    """Whether an engine's answer only says that its web framework has no such path."""
+    found = _said(body)
+    return status == 404 and not (isinstance(found, dict) and {"error", "message"} & found.keys())
+
+
+def _said(body: bytes) -> Any:
+    """A body's JSON, unpacked twice if it is JSON inside a JSON string, else its text."""
+    found: Any = body.decode("utf-8", "replace")
+    for _ in range(2):
+        if isinstance(found, str):
+            try:
+                found = json.loads(found)
+            except ValueError:
+                break
+    return found

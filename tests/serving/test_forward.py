@@ -192,6 +192,25 @@ async def test_an_engine_can_want_headers_dropped(stack: Stack, client: Any) -> 
     assert "x-quirk" not in engine.requests[0].headers
 
 
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b'{"detail":"Not Found"}', "model m does not serve /v1/chat/completions"),
+        (b"404 page not found", "model m does not serve /v1/chat/completions"),
+        (b'{"error":{"message":"no such adapter"}}', "no such adapter"),
+        (b'"{\\"object\\":\\"error\\",\\"message\\":\\"no such id\\"}"', "no such id"),
+    ],
+)
+async def test_a_path_that_the_engine_does_not_have_is_named(
+    stack: Stack, client: Any, body: bytes, message: str
+) -> None:
+    async with odd_engine(answering(body, status=404)) as engine:
+        stack.served(engine.port)
+        answer = await client.post(CHAT, json=chat())
+    assert answer.status_code == 404
+    assert answer.json()["error"]["message"] == message
+
+
 async def test_an_engine_can_want_fields_dropped_and_renamed(stack: Stack, client: Any) -> None:
     async with odd_engine() as engine:
         backlog = stack.model()

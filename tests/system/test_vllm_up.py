@@ -93,6 +93,7 @@ def test_answers_then_scales_to_zero_and_leaves_nothing(up: Up, weights: Path) -
         with pytest.raises(openai.APIStatusError) as refused:
             client.embeddings.create(model="tiny-llama", input="a")
         assert refused.value.status_code == 404
+        assert "model tiny-llama does not serve /v1/embeddings" in refused.value.message
         assert len(of_vllm(up)) >= 3  # the server, EngineCore, a worker
 
         up.wait_state("tiny-llama", "zero")
