@@ -21,6 +21,7 @@ from flexinfer.engines.launch import StopPolicy
 from flexinfer.engines.llamacpp_build import Listed, build_of, devices_of
 from flexinfer.engines.llamacpp_flags import Flags
 from flexinfer.engines.ports import LOOPBACK
+from flexinfer.engines.reasons import SIGNALS, Reasons
 from flexinfer.engines.spec import EngineSpec, Executable, LaunchPlan, RequestRules
 
 VARIABLE = "FLEXINFER_LLAMA_CPP"
@@ -35,9 +36,8 @@ _BUSY_LIMIT_GPU_S = 60.0
 
 # Each with the reason that a user reads, from the most telling to the least. All of them are final:
 # llama-server tries nothing again after it printed one.
-_FATAL: tuple[tuple[re.Pattern[str], str], ...] = tuple(
-    (re.compile(pattern), reason)
-    for pattern, reason in (
+_FATAL = Reasons(
+    (
         (r"error: invalid argument: (.+)", r"llama-server does not know the argument \1"),
         (r'error while handling argument "(.+?)": (.+)', r"argument \1: \2"),
         (
@@ -57,16 +57,12 @@ _FATAL: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"(failed to create_?context with model .+)", r"\1"),
         (r"(failed to load model.+)", r"\1"),
         (r"exiting due to (.+)", r"\1"),
-    )
+    ),
+    vague=3,
 )
-_VAGUE = len(_FATAL) - 3  # from here on they say that it failed, not why
 _READY = re.compile(r"model loaded|listening on http")
 _PORT_TAKEN = re.compile(r"couldn't bind HTTP server socket")
 _SPLIT_FILE = re.compile(r"-(\d{5})-of-\d{5}\.gguf$")
-_SIGNALS = {
-    signal.SIGKILL: "killed by SIGKILL (the kernel does so when memory runs out)",
-    signal.SIGILL: "killed by SIGILL (the build uses instructions that this processor lacks)",
-}
 
 
 class LlamaCpp:
@@ -167,8 +163,7 @@ class LlamaCpp:
 
     def fatal_line(self, line: str) -> str | None:
         """See `Backend.fatal_line`."""
-        ranked = _rank(line)
-        return None if ranked is None else ranked[1]
+        return _FATAL.of(line)
 
     def ready_line(self, line: str) -> bool:
         """See `Backend.ready_line`."""
@@ -176,17 +171,15 @@ class LlamaCpp:
 
     def explain(self, plan: LaunchPlan, status: ExitStatus, lines: Sequence[str]) -> str:
         """See `Backend.explain`: the most telling of its last lines, or else what its file says."""
-        ranked = [found for found in map(_rank, lines) if found is not None]
-        if ranked and min(ranked)[0] < _VAGUE:
-            return min(ranked)[1]
+        if reason := _FATAL.best(lines, telling=True):
+            return reason
         # It writes its log from a thread of its own, and may exit before the last lines are out.
         if status.code == 1 and (reason := gguf.fault(plan.model)):
             return reason
-        if ranked:
-            return min(ranked)[1]
-        for number, text in _SIGNALS.items():
-            if status.signal == number:
-                return f"llama-server was {text}"
+        if reason := _FATAL.best(lines):
+            return reason
+        if status.signal is not None and status.signal in SIGNALS:
+            return f"llama-server {SIGNALS[status.signal]}"
         return f"llama-server ended: {status}"
 
     def port_taken(self, lines: Sequence[str]) -> bool:
@@ -300,10 +293,3 @@ def _on_tmpfs(path: Path) -> bool:
             if before.split()[2] == number:
                 return after.split()[0] in ("tmpfs", "ramfs")
     return False
-
-
-def _rank(line: str) -> tuple[int, str] | None:
-    for rank, (pattern, reason) in enumerate(_FATAL):
-        if match := pattern.search(line):
-            return rank, match.expand(reason)
-    return None

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from flexinfer.engines.errors import EngineConfigError, ExitStatus
 from flexinfer.engines.mlc_weights import INDEX, OLD_INDEX, read_weights
-
-_Reason = str | Callable[[re.Match[str]], str]
+from flexinfer.engines.reasons import SIGNALS, Reasons
 
 
 def _cannot_open(match: re.Match[str]) -> str:
@@ -26,9 +25,8 @@ def _cannot_open(match: re.Match[str]) -> str:
 
 
 # From the most telling to the least. Each is final, whether the process then ends or hangs.
-_FATAL: tuple[tuple[re.Pattern[str], _Reason], ...] = tuple(
-    (re.compile(pattern), reason)
-    for pattern, reason in (
+_FATAL = Reasons(
+    (
         (
             r"Insufficient GPU memory error: The available single GPU memory is (\S+) MB, which is "
             r"less than the sum of model weight size \((\S+) MB\) and temporary buffer size "
@@ -95,9 +93,9 @@ _FATAL: tuple[tuple[re.Pattern[str], _Reason], ...] = tuple(
             r"^Exception in thread Thread-\d+",
             "the thread that loads the model ended with an error",
         ),
-    )
+    ),
+    vague=2,
 )
-_VAGUE = len(_FATAL) - 2  # from here on they say that it failed, not why
 _READY = re.compile(r"Uvicorn running on|Application startup complete")
 _PORT_TAKEN = re.compile(r"error while attempting to bind on address")
 _UNKNOWN_ARGUMENTS = re.compile(r"\bunrecognized arguments: (.+)")
@@ -106,19 +104,11 @@ _BAD_ARGUMENT = re.compile(
 )
 _EXCEPTION = re.compile(r"^(?:[\w.]+\.)?(\w*(?:Error|Exception|Fault|Interrupt)): (.+)")
 _ESTIMATE = "Estimated total single GPU memory usage"
-_SIGNALS: Mapping[int, str] = {
-    signal.SIGKILL: "was killed by SIGKILL (the kernel does so when memory runs out)",
-    signal.SIGSEGV: "crashed (SIGSEGV)",
-    signal.SIGABRT: "aborted (SIGABRT), as it does after a fault on the GPU",
-    signal.SIGILL: "was killed by SIGILL (the build uses instructions that this processor lacks)",
-    signal.SIGTERM: "was ended by a SIGTERM that FlexInfer did not send",
-}
 
 
 def fatal_reason(line: str) -> str | None:
     """Return the reason if a line says that the start has failed, else None."""
-    ranked = _rank(line)
-    return None if ranked is None else ranked[1]
+    return _FATAL.of(line)
 
 
 def says_ready(line: str) -> bool:
@@ -138,9 +128,8 @@ def explain(argv: Sequence[str], model: Path, status: ExitStatus, lines: Sequenc
     """
     if status.code == 2 and (reason := _usage(argv, lines)):
         return reason
-    ranked = [found for found in map(_rank, lines) if found is not None]
-    if ranked and min(ranked)[0] < _VAGUE:
-        return min(ranked)[1]
+    if reason := _FATAL.best(lines, telling=True):
+        return reason
     number = status.signal
     if number is None and status.code is not None and status.code > 128:
         number = status.code - 128  # as a shell around it says it
@@ -149,11 +138,9 @@ def explain(argv: Sequence[str], model: Path, status: ExitStatus, lines: Sequenc
         return f"mlc_llm failed: {said}"
     if crashed:
         return f"mlc_llm crashed (SIGSEGV){_crash_hint(model, lines)}"
-    if number is not None and number in _SIGNALS:
-        return f"mlc_llm {_SIGNALS[number]}"
-    if ranked:
-        return min(ranked)[1]
-    return f"mlc_llm ended: {status}"
+    if number is not None and number in SIGNALS:
+        return f"mlc_llm {SIGNALS[number]}"
+    return _FATAL.best(lines) or f"mlc_llm ended: {status}"
 
 
 def _usage(argv: Sequence[str], lines: Sequence[str]) -> str | None:
@@ -194,10 +181,3 @@ def _crash_hint(model: Path, lines: Sequence[str]) -> str:
             "overrides.maxTotalSeqLength or maxNumSequence"
         )
     return ""
-
-
-def _rank(line: str) -> tuple[int, str] | None:
-    for rank, (pattern, reason) in enumerate(_FATAL):
-        if match := pattern.search(line):
-            return rank, match.expand(reason) if isinstance(reason, str) else reason(match)
-    return None

@@ -7,15 +7,14 @@ and by the API server that waits for EngineCore. The first is the one that helps
 from __future__ import annotations
 
 import re
-import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from flexinfer.engines.errors import ExitStatus
+from flexinfer.engines.reasons import SIGNALS, Reasons
 
 # From the most telling to the least. Each is final: vLLM tries nothing again.
-_FATAL: tuple[tuple[re.Pattern[str], str], ...] = tuple(
-    (re.compile(pattern), reason)
-    for pattern, reason in (
+_FATAL = Reasons(
+    (
         (
             r"Free memory on device \S+ \((\S+)/(\S+) GiB\) on startup is less than desired GPU "
             r"memory utilization \((\S+), (\S+) GiB\)",
@@ -158,9 +157,9 @@ _FATAL: tuple[tuple[re.Pattern[str], str], ...] = tuple(
             r"EngineCore failed to start|Engine core initialization failed",
             "EngineCore did not start",
         ),
-    )
+    ),
+    vague=2,
 )
-_VAGUE = len(_FATAL) - 2  # from here on they say that it failed, not why
 _READY = re.compile(r"Application startup complete|Starting vLLM server on")
 _PORT_TAKEN = re.compile(r"\[Errno 98\].*[Aa]ddress already in use")
 _PREFIX = re.compile(r"^(?:\(\w[^)]*\) )*(?:[A-Z]+ \d\d-\d\d [\d:]+ \[[^\]]+\] ?)?")
@@ -174,19 +173,11 @@ _CORE_DIED = re.compile(
     r"Engine core proc \S+ died unexpectedly|EngineCore encountered a(?:n issue| fatal error)"
 )
 _WORKER_DIED = re.compile(r"Worker proc (\S+) died unexpectedly")
-_SIGNALS: Mapping[int, str] = {
-    signal.SIGKILL: "was killed by SIGKILL (the kernel does so when memory runs out)",
-    signal.SIGSEGV: "crashed (SIGSEGV)",
-    signal.SIGABRT: "aborted (SIGABRT), as it does after a fault on the GPU",
-    signal.SIGILL: "was killed by SIGILL (the build uses instructions that this processor lacks)",
-    signal.SIGTERM: "was ended by a SIGTERM that FlexInfer did not send",
-}
 
 
 def fatal_reason(line: str) -> str | None:
     """Return the reason if a line says that the start has failed, else None."""
-    ranked = _rank(line)
-    return None if ranked is None else ranked[1]
+    return _FATAL.of(line)
 
 
 def says_ready(line: str) -> bool:
@@ -201,11 +192,10 @@ def says_port_taken(lines: Sequence[str]) -> bool:
 
 def explain(status: ExitStatus, lines: Sequence[str]) -> str:
     """Return in one line why it ended, or, with an empty `status`, why it never will be ready."""
-    ranked = [found for found in map(_rank, lines) if found is not None]
-    if ranked and min(ranked)[0] < _VAGUE:
-        return min(ranked)[1]
-    if status.signal is not None and status.signal in _SIGNALS:
-        return f"vllm {_SIGNALS[status.signal]}"
+    if reason := _FATAL.best(lines, telling=True):
+        return reason
+    if status.signal is not None and status.signal in SIGNALS:
+        return f"vllm {SIGNALS[status.signal]}"
     said = _first_exception(lines)
     for line in lines:
         if match := _WORKER_DIED.search(line):
@@ -214,9 +204,7 @@ def explain(status: ExitStatus, lines: Sequence[str]) -> str:
         return f"EngineCore ended{f': {said}' if said else ' without a word'}"
     if said:
         return f"vllm failed: {said}"
-    if ranked:
-        return min(ranked)[1]
-    return f"vllm ended: {status}"
+    return _FATAL.best(lines) or f"vllm ended: {status}"
 
 
 def _first_exception(lines: Sequence[str]) -> str | None:
@@ -228,11 +216,4 @@ def _first_exception(lines: Sequence[str]) -> str | None:
         match = _EXCEPTION.match(text)
         if match and not _PASSED_ON.search(text):
             return f"{match[1]}: {match[2]}"
-    return None
-
-
-def _rank(line: str) -> tuple[int, str] | None:
-    for rank, (pattern, reason) in enumerate(_FATAL):
-        if match := pattern.search(line):
-            return rank, match.expand(reason)
     return None
