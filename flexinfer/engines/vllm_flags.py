@@ -24,6 +24,8 @@ _SHORT = {
     "-tp": _TENSORS,
     "-pp": _STAGES,
     "-dp": _REPLICAS,
+    "-dpe": "--data-parallel-external-lb",
+    "-dpm": "--data-parallel-multi-port-external-lb",
     "-q": "--quantization",
     "-sc": "--speculative-config",
 }
@@ -157,12 +159,11 @@ class VllmFlags:
 
     def _check_extra(self) -> None:
         for word in self._block.extra_args:
-            if not word.startswith("--"):
-                continue
             name = _long(word.partition("=")[0])
-            # vLLM takes the beginning of a flag for the flag; --model is not the only one that
-            # begins so, but what is meant by --m cannot be told here and vLLM refuses it.
-            short = [flag for flag in _OURS if flag.startswith(name) and len(name) > 4]
+            if not name.startswith("--"):
+                continue
+            # vLLM takes the beginning of a flag for the flag, if it can be no other's: --ho does.
+            short = [flag for flag in _OURS if flag.startswith(name) and len(name) > 2]
             if name in _OURS or (short and name not in (self._build.flags or ())):
                 flag = name if name in _OURS else f"{name} ({', '.join(sorted(short))})"
                 raise EngineConfigError(f"spec.vllm.extraArgs: {flag} is set by FlexInfer")
