@@ -78,7 +78,7 @@ def user_stores(environ: Mapping[str, str]) -> Iterator[Path]:
 def _content(manifest: Path) -> str | None:
     """A short hash of a manifest, which names all that the model consists of by its own hash."""
     try:
-        return _short_hash(manifest.read_bytes())
+        return _short_hash(manifest.read_bytes()) if manifest.is_file() else None
     except OSError:
         return None
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from flexinfer.engines.errors import EngineConfigError
+from flexinfer.engines.memory.types import MemoryPlanError
+from flexinfer.engines.memory.untrusted import read_json
 
 CONFIG = "mlc-chat-config.json"
 INDEX = "tensor-cache.json"
@@ -56,9 +57,7 @@ def read_weights(directory: Path) -> MlcWeights:
 
 def _config(directory: Path) -> dict[str, Any]:
     file = directory / CONFIG
-    try:
-        config = json.loads(file.read_bytes())
-    except FileNotFoundError:
+    if not file.exists():
         hint = ""
         if (directory / "config.json").is_file():
             hint = (
@@ -67,14 +66,11 @@ def _config(directory: Path) -> dict[str, Any]:
             )
         elif any(directory.glob("*.gguf")):
             hint = ": a GGUF is for the backends llama-cpp and ollama"
-        raise EngineConfigError(f"{directory} holds no {CONFIG}{hint}") from None
-    except OSError as error:
-        raise EngineConfigError(f"cannot read {file}: {error.strerror}") from error
-    except ValueError as error:
-        raise EngineConfigError(f"{file} is not JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise EngineConfigError(f"{file} is not a JSON object")
-    return config
+        raise EngineConfigError(f"{directory} holds no {CONFIG}{hint}")
+    try:
+        return read_json(file)
+    except MemoryPlanError as error:
+        raise EngineConfigError(str(error)) from None
 
 
 def _count(config: dict[str, Any], name: str) -> int:

@@ -29,6 +29,8 @@ from flexinfer.api.blocks import OllamaBlock
 from flexinfer.api.ollamatag import OllamaTag
 from flexinfer.engines import gguf
 from flexinfer.engines.errors import EngineConfigError, EngineStartError
+from flexinfer.engines.memory.types import MemoryPlanError
+from flexinfer.engines.memory.untrusted import regular_file
 from flexinfer.engines.ollama_blobs import put_blob, sha256_of
 from flexinfer.engines.ollama_locks import if_free, locked, pin, unpin
 from flexinfer.engines.ollama_modelfile import Modelfile, modelfile
@@ -296,9 +298,9 @@ def _whole(path: Path) -> bool:
 
 def _is_gguf(path: Path) -> bool:
     try:
-        with path.open("rb") as file:
+        with regular_file(path) as (file, _):
             return file.read(4) == b"GGUF"
-    except OSError:
+    except MemoryPlanError:
         return False
 
 

@@ -19,6 +19,8 @@ from typing import Any
 
 from flexinfer.api.ollamatag import OllamaTag
 from flexinfer.engines.errors import EngineConfigError
+from flexinfer.engines.memory.types import MemoryPlanError
+from flexinfer.engines.memory.untrusted import regular_file
 
 MODEL_LAYER = "application/vnd.ollama.image.model"
 _DIGEST = re.compile(r"sha256[:-]([0-9a-f]{64})")
@@ -86,10 +88,10 @@ def blob_path(store: Path, digest: str) -> Path:
 def read_manifest(path: Path) -> Manifest:
     """Read a manifest. Raises `EngineConfigError` if it is not there, or is not one."""
     try:
-        with path.open("rb") as file:
+        with regular_file(path) as (file, _):
             data = file.read(_LARGEST_MANIFEST + 1)
-    except OSError as error:
-        raise EngineConfigError(f"cannot open {path}: {error.strerror}") from error
+    except MemoryPlanError as error:
+        raise EngineConfigError(str(error)) from None
     try:
         if len(data) > _LARGEST_MANIFEST:
             raise ValueError("too large")

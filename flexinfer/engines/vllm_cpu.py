@@ -6,11 +6,12 @@ versions take 4 GiB. Neither suits a machine that has other things to do.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from flexinfer.api.blocks import VllmBlock
+from flexinfer.engines.memory.types import MemoryPlanError
+from flexinfer.engines.memory.untrusted import read_json
 
 GIB = 1 << 30
 USUAL_GIB = 4
@@ -46,11 +47,9 @@ def _sequence_bytes(config: dict[str, Any], block: VllmBlock) -> int:
 
 def _config(weights: Path) -> dict[str, Any]:
     try:
-        read = json.loads((weights / "config.json").read_bytes())
-    except (OSError, ValueError):
+        read = read_json(weights / "config.json")
+    except MemoryPlanError:
         return {}  # vLLM will say what is wrong with it
-    if not isinstance(read, dict):
-        return {}
     inner = read.get("text_config")  # of models that also see or hear
     return {**read, **inner} if isinstance(inner, dict) else read
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -97,6 +98,9 @@ class TestStores:
         mine = write(home / ".ollama/models/manifests" / QWEN)
         assert find("qwen3:8b").path == mine
         assert find("qwen3").path == private(tmp_path) / QWEN.replace("8b", "latest")
+        mine.unlink()
+        os.mkfifo(mine)  # is not waited for
+        assert find("qwen3:8b").path == private(tmp_path) / QWEN
 
     def test_the_services_store_comes_after_the_homes(
         self, home: Path, tmp_path: Path, find: Find

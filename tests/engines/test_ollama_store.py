@@ -160,10 +160,14 @@ def test_a_huge_manifest_is_not_read(tmp_path: Path) -> None:
 
 def test_a_manifest_that_is_not_there(tmp_path: Path) -> None:
     path = manifest_path(tmp_path, parse_ollama_tag("m"))
-    with pytest.raises(EngineConfigError, match=r"cannot open .*latest: No such file"):
+    with pytest.raises(EngineConfigError, match=r"cannot read .*latest: No such file"):
         model_blob(path)
     path.mkdir(parents=True)
     with pytest.raises(EngineConfigError, match="Is a directory"):
+        model_blob(path)
+    path.rmdir()
+    os.mkfifo(path)
+    with pytest.raises(EngineConfigError, match="is not a regular file"):
         model_blob(path)
 
 

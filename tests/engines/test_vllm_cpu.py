@@ -65,8 +65,9 @@ def test_only_one_node_counts(tmp_path: Path) -> None:
 
 
 def test_files_that_say_nothing(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{")
-    assert kv_cache_gib(tmp_path, VllmBlock(), tmp_path) == 4
+    for text in ("{", "[" * 99999):
+        (tmp_path / "config.json").write_text(text)
+        assert kv_cache_gib(tmp_path, VllmBlock(), tmp_path) == 4
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/meminfo").write_text("MemTotal: 1 kB\n")
     assert kv_cache_gib(tmp_path / "none", VllmBlock(), tmp_path) == 4
