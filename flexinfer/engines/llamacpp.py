@@ -153,7 +153,7 @@ class LlamaCpp:
             raise EngineConfigError(f"{spec.name}: the settings are not those of {self.name}")
         said: dict[str, str] = dict(zip(block.extra_args, block.extra_args[1:], strict=False))
         text = said.get("--parallel") or said.get("-np")
-        if text is not None and text.isdigit() and int(text) > 0:
+        if text is not None and text.isdecimal() and int(text) > 0:
             return int(text)
         return block.parallel or _AUTO_SLOTS
 

@@ -148,7 +148,7 @@ class MlcLlm:
         """Return the batch that the overrides set, or that the mode infers."""
         block = _block(spec)
         said = said_overrides(block.overrides).get("max_num_sequence", "")
-        return int(said) if said.isdigit() and int(said) > 0 else _PARALLEL[block.mode]
+        return int(said) if said.isdecimal() and int(said) > 0 else _PARALLEL[block.mode]
 
     def request_model(self, spec: EngineSpec, weights: Path) -> str:
         """Return the directory as the command line has it: that is the model's id."""

@@ -306,4 +306,4 @@ class MlcFlags:
 
 
 def _number(text: str | None) -> int | None:
-    return int(text) if text is not None and text.isdigit() and int(text) > 0 else None
+    return int(text) if text is not None and text.isdecimal() and int(text) > 0 else None

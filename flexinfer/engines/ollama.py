@@ -154,7 +154,7 @@ class Ollama:
     def parallel(self, spec: EngineSpec) -> int:
         """Return how many requests the runner takes at once."""
         said = spec.env.get("OLLAMA_NUM_PARALLEL", "")
-        if said.isdigit() and int(said) > 0:
+        if said.isdecimal() and int(said) > 0:
             return int(said)
         return _block(spec).num_parallel or 1
 

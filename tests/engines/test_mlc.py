@@ -349,10 +349,15 @@ def test_a_broken_configuration(program: Path, weights: Path) -> None:
     with pytest.raises(EngineConfigError, match="is a file"):
         plan(program, weights / "mlc-chat-config.json")
     (weights / "mlc-chat-config.json").write_text("[]")
-    with pytest.raises(EngineConfigError, match="not a JSON object"):
+    with pytest.raises(EngineConfigError, match="does not hold a JSON object"):
         plan(program, weights)
-    (weights / "mlc-chat-config.json").write_text("{")
-    with pytest.raises(EngineConfigError, match="is not JSON"):
+    for text in ("{", "[" * 99999):
+        (weights / "mlc-chat-config.json").write_text(text)
+        with pytest.raises(EngineConfigError, match="is not JSON"):
+            plan(program, weights)
+    (weights / "mlc-chat-config.json").unlink()
+    os.mkfifo(weights / "mlc-chat-config.json")
+    with pytest.raises(EngineConfigError, match="is not a regular file"):
         plan(program, weights)
 
 
@@ -621,6 +626,7 @@ def test_the_port(explain: Any) -> None:
         ({"mode": "server", "overrides": {"maxNumSequence": 16}}, 16),
         ({"mode": "local", "overrides": {"raw": "max_num_sequence=6"}}, 6),
         ({"overrides": {"raw": "max_num_sequence=x"}}, 4),
+        ({"overrides": {"raw": "max_num_sequence=²"}}, 4),
     ],
 )
 def test_parallel(block: dict[str, Any], parallel: int) -> None:

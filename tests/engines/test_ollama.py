@@ -230,6 +230,7 @@ def test_requests(manifest: Path) -> None:
     assert backend.parallel(ollama_spec()) == 1
     assert backend.parallel(ollama_spec(numParallel=4)) == 4
     assert backend.parallel(ollama_spec(env={"OLLAMA_NUM_PARALLEL": "many"})) == 1
+    assert backend.parallel(ollama_spec(env={"OLLAMA_NUM_PARALLEL": "²"})) == 1
     # Either would unload the model, or load it again.
     assert {"keep_alive", "options"} <= backend.requests.drop_fields
 
