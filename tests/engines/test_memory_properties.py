@@ -20,6 +20,7 @@ from flexinfer.api.blocks import VllmBlock as Vllm
 from flexinfer.engines.memory import MemoryPlan, MemoryPlanError, judge, plan_memory
 from flexinfer.engines.memory.safetensors import header
 from flexinfer.engines.memory.types import Knob
+from flexinfer.engines.memory.untrusted import regular_file
 from flexinfer.engines.spec import EngineSpec
 from tests.engines.memory_models import QWEN3_8B, XTX, Shape, gguf_model, hf_model, mlc_model
 
@@ -394,6 +395,7 @@ def _key(text: str, kind: int, *rest: bytes) -> bytes:
         _gguf(tensors=0, pairs=2**40) + bytes(64),
         _gguf(_key("a", 9, struct.pack("<IQ", 8, 2**60)), pairs=1) + bytes(64),
         _gguf(_key("a", 9, struct.pack("<IQ", 8, 4_000_000)), pairs=1) + bytes(64),
+        _gguf(_key("a", 9, struct.pack("<IQQ", 8, 2, 2**64 - 1)), pairs=1) + bytes(64),
         _gguf(_key("a", 9, struct.pack("<IQ", 4, 2**49)), pairs=1) + bytes(64),
         _gguf(_key("a", 9, struct.pack("<IQ", 9, 3)), pairs=1) + bytes(64),
         _gguf(_key("a", 8, struct.pack("<Q", 2**64 - 1)), pairs=1) + bytes(64),
@@ -401,7 +403,7 @@ def _key(text: str, kind: int, *rest: bytes) -> bytes:
         _gguf(struct.pack("<Q", 2**62), pairs=1) + bytes(64),
         b"GGUF" + struct.pack("<IQQ", 50331648, 1, 1) + bytes(64),
     ],
-    ids=range(13),
+    ids=range(14),
 )
 def test_files_that_are_no_gguf(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "m.gguf"
@@ -436,6 +438,14 @@ def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
         ):
             with pytest.raises(MemoryPlanError):
                 planned(path, backend, block)
+
+
+def test_what_is_no_file_is_not_left_open(tmp_path: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    for path in _special(tmp_path):
+        with pytest.raises(MemoryPlanError), regular_file(path):
+            pass
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 @pytest.mark.parametrize(

@@ -221,6 +221,12 @@ def test_more_parts_than_gpus(qwen: Path) -> None:
     assert plan.refusal == "it wants 4 GPUs, and resources gives it 2"
 
 
+def test_heads_that_cannot_be_divided(qwen: Path) -> None:
+    plan = planned(qwen, gpus=3)
+    assert plan.refusal is not None
+    assert plan.refusal.startswith("the model's 32 attention heads cannot be divided among 3 GPUs")
+
+
 def test_latent_attention(tmp_path: Path) -> None:
     directory = hf_model(
         tmp_path / "m",
@@ -298,6 +304,7 @@ def test_without_head_dim_and_kv_heads(tmp_path: Path) -> None:
         ({"max_position_embeddings": None}, None, 2048),
         ({"max_position_embeddings": 4096}, {"model_max_length": 1024}, 1024),
         ({"max_position_embeddings": 4096}, {"model_max_length": 1e30}, 4096),
+        ({"max_position_embeddings": 4096}, {"model_max_length": 10**400}, 4096),
         ({"rope_scaling": {"rope_type": "linear", "factor": 4.0}}, None, 16384),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, None, 4096),
         ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, None, 4096),
@@ -335,6 +342,12 @@ def test_better_no_figure_than_a_wrong_one(tmp_path: Path, config: dict[str, Any
         planned(hf_model(tmp_path / "m", TINY, **config))
 
 
+def test_what_a_terminal_should_not_be_sent_is_not_quoted(tmp_path: Path) -> None:
+    directory = hf_model(tmp_path / "m", TINY, model_type="\x1b[31m\ud800")
+    with pytest.raises(MemoryPlanError, match=r"model type \\x1b\[31m\\ud800 is not"):
+        planned(directory)
+
+
 def test_encoders_have_no_cache(tmp_path: Path) -> None:
     plan = planned(hf_model(tmp_path / "m", TINY, model_type="bert"))
     assert plan.kv_bytes == plan.kv_bytes_per_token == 0
@@ -347,6 +360,8 @@ def test_flags_in_extra_args_go_last(qwen: Path) -> None:
     assert plan.reserved_bytes == pytest.approx(XTX / 2, abs=1)
     with pytest.raises(MemoryPlanError, match="--max-model-len 32k"):
         planned(qwen, extra_args=["--max-model-len", "32k"])
+    with pytest.raises(MemoryPlanError, match="--max-model-len 99999"):
+        planned(qwen, extra_args=["--max-model-len", "9" * 5000])
     with pytest.raises(MemoryPlanError, match="wants a value"):
         planned(qwen, extra_args=["--max-model-len"])
 

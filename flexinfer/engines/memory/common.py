@@ -56,12 +56,13 @@ def said_in(words: Sequence[str], names: Mapping[str, str], path: str) -> dict[s
 
 
 def _read(model: type[BaseModel], name: str, text: str, flag: str) -> object:
-    for value in (text, int(text)) if text.isascii() and text.isdigit() else (text,):
+    number = text.isascii() and text.isdigit() and len(text) < 40
+    for value in (text, int(text)) if number else (text,):
         try:
             return getattr(model.model_validate({_alias(model, name): value}), name)
         except ValidationError:
             continue
-    raise MemoryPlanError(f"extraArgs: {flag} {text} cannot be understood here")
+    raise MemoryPlanError(f"extraArgs: {flag} {text[:40]} cannot be understood here")
 
 
 def _alias(model: type[BaseModel], name: str) -> str:

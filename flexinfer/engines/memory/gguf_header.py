@@ -98,7 +98,7 @@ def _read_part(path: Path) -> GgufModel:
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             try:
                 return _Walk(data, size).read()
-            except (struct.error, _Bad) as error:
+            except (struct.error, OverflowError, _Bad) as error:
                 reason = str(error) if isinstance(error, _Bad) else "it ends within its header"
                 raise MemoryPlanError(f"{path} is no GGUF file, or damaged: {reason}") from None
 

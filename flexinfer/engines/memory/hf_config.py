@@ -188,7 +188,7 @@ def _longest(directory: Path, config: Fields, text: Fields, kind: str) -> int:
     if path.exists():
         limit = read_json(path).get("model_max_length")
         if isinstance(limit, int | float) and not isinstance(limit, bool) and limit >= 1:
-            longest = min(longest, float(limit))  # often 1e30, for no limit
+            longest = float(min(longest, limit))  # often 1e30, for no limit
     scaling = text.object("rope_scaling")
     if not scaling.data:
         scaling = text.object("rope_parameters")

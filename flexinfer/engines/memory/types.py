@@ -13,7 +13,13 @@ from flexinfer.engines.errors import EngineError
 
 
 class MemoryPlanError(EngineError):
-    """The model's files, or its settings, do not tell how much memory it needs; with the reason."""
+    """The model's files, or its settings, do not tell how much memory it needs; with the reason.
+
+    What of it is quoted from files is shown as it is, but for what no terminal should be sent.
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__("".join(c if c.isprintable() else ascii(c)[1:-1] for c in reason))
 
 
 @dataclass(frozen=True)

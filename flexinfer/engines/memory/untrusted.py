@@ -22,7 +22,7 @@ def regular_file(path: Path) -> Iterator[tuple[BinaryIO, int]]:
     """Open a regular file and yield it with its size in bytes. A pipe or a device is never waited
     for. Raises `MemoryPlanError` if it cannot be opened or read."""
     try:
-        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        with open(path, "rb", opener=_at_once) as file:
             state = os.fstat(file.fileno())
             if not stat.S_ISREG(state.st_mode):
                 raise MemoryPlanError(f"{path} is not a regular file")
@@ -31,6 +31,10 @@ def regular_file(path: Path) -> Iterator[tuple[BinaryIO, int]]:
         raise MemoryPlanError(f"cannot read {path}: {error.strerror or error}") from None
     except ValueError as error:  # a path with a NUL character
         raise MemoryPlanError(f"cannot read {path}: {error}") from None
+
+
+def _at_once(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def read_json(path: Path) -> dict[str, Any]:

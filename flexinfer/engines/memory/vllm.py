@@ -177,7 +177,7 @@ def _plan(spec: EngineSpec, block: VllmBlock, files: _Files, vram: int | None) -
         kv_bytes_per_token=sum(_token_bytes(model, settings) * count for count in counts)
         * settings.tensors,
         reserved_bytes=reserved,
-        refusal=_refusal(spec, block, settings, per_gpu, kv)
+        refusal=_refusal(spec, block, model, settings, kv)
         or _too_little(settings, per_gpu, reserved, slack),
         slack_bytes=slack,
         doubt=_too_little(settings, per_gpu, reserved, 0),
@@ -238,13 +238,18 @@ def _buffers(block: VllmBlock, model: HfModel, settings: Settings) -> int:
 def _refusal(
     spec: EngineSpec,
     block: VllmBlock,
+    model: HfModel,
     settings: Settings,
-    per_gpu: tuple[Share, ...],
     kv: list[int],
 ) -> str | None:
     if spec.gpus and settings.tensors * settings.stages > spec.gpus:
         count = settings.tensors * settings.stages
         return f"it wants {count} GPUs, and resources gives it {spec.gpus}"
+    if model.heads % settings.tensors:
+        return (
+            f"the model's {model.heads} attention heads cannot be divided among "
+            f"{settings.tensors} GPUs: tensorParallelSize has to divide them"
+        )
     given = block.kv_cache_memory_bytes
     if given is not None and int(given.value) < max(kv):
         return (
