@@ -96,9 +96,11 @@ def check_shards(directory: Path) -> None:
             continue
         try:
             shards = {str(shard) for shard in json.loads(index.read_bytes())["weight_map"].values()}
-        except (ValueError, KeyError, AttributeError, TypeError):
+        except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
             # An index that cannot be read is the engine's to explain, in its own words.
             continue
         missing = sorted(shard for shard in shards if not (directory / shard).is_file())
         if missing:
-            raise IncompleteWeights(directory, missing)
+            # JSON can hold text that no file name and no terminal takes.
+            shown = [shard.encode("utf-8", "backslashreplace").decode() for shard in missing]
+            raise IncompleteWeights(directory, shown)

@@ -334,7 +334,13 @@ def test_shards_that_an_index_names_must_be_there(tmp_path: Path, find: Find) ->
     assert find(f"{tmp_path}/m", backend="vllm").path == tmp_path / "m"
 
 
-@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"weight_map": []}'])
+def test_shards_whose_names_are_none(tmp_path: Path, find: Find) -> None:
+    write(tmp_path / "m/model.safetensors.index.json", '{"weight_map": {"a": "\\ud800"}}')
+    with pytest.raises(IncompleteWeights, match=r"missing: \\ud800$"):
+        find(f"{tmp_path}/m", backend="vllm")
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"weight_map": []}', "[" * 99999])
 def test_an_index_that_cannot_be_read_is_left_to_the_engine(
     tmp_path: Path, find: Find, text: str
 ) -> None:
