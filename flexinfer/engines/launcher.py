@@ -250,6 +250,7 @@ class Launcher:
         argv, env, cwd = command["argv"], command["env"], command.get("cwd") or "/"
         assert isinstance(argv, list) and isinstance(env, dict) and isinstance(cwd, str)
         env = {**env, LAUNCH_ID: self._launch_id}
+        env.pop(LAUNCHER_MARK, None)  # with it, what is left of the program would seem to be owned
         told_read, told_write = os.pipe()  # close-on-exec: its end says that exec succeeded
         launcher = os.getpid()
         pid = os.fork()

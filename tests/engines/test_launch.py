@@ -20,7 +20,7 @@ from flexinfer.engines.errors import (
     ExitStatus,
 )
 from flexinfer.engines.launch import Launch, StopPolicy, new_launch_id
-from flexinfer.engines.launcher import LAUNCH_ID, environment_of, process_table
+from flexinfer.engines.launcher import LAUNCH_ID, LAUNCHER_MARK, environment_of, process_table
 from flexinfer.engines.sweep import find, orphans, sweep, sweep_orphans
 
 ENV = {"PATH": os.environ["PATH"]}
@@ -96,7 +96,7 @@ async def test_reports_the_signal_that_ended_it() -> None:
 
 async def test_stands_apart_from_its_owner() -> None:
     started = launch()
-    pid = await started.spawn(SLEEP, {**ENV, "GIVEN": "yes"}, Path("/tmp"))
+    pid = await started.spawn(SLEEP, {**ENV, "GIVEN": "yes", LAUNCHER_MARK: "1"}, Path("/tmp"))
     launcher = started.launcher_pid
     assert launcher is not None
     assert launcher != os.getpid()
