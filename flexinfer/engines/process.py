@@ -24,6 +24,7 @@ from flexinfer.engines.errors import (
     ExitStatus,
 )
 from flexinfer.engines.launch import Launch, new_launch_id
+from flexinfer.engines.launcher import descendants, process_table
 from flexinfer.engines.logs import EngineLog
 from flexinfer.engines.spec import EngineSpec, LaunchPlan
 from flexinfer.engines.sweep import sweep_orphans
@@ -146,13 +147,14 @@ class Engine:
         """
         self._raise_if_exited()
         client = self._session()
-        busy_before, asked = _cpu_seconds(self.pid), time.monotonic()
+        busy_before = await asyncio.to_thread(_cpu_seconds, self.pid)
+        asked = time.monotonic()
         try:
             async with asyncio.timeout(timeout_s):
                 alive = await self._backend.is_alive(client, self.url)
         except TimeoutError:
             waited = time.monotonic() - asked
-            used = _cpu_seconds(self.pid) - busy_before
+            used = await asyncio.to_thread(_cpu_seconds, self.pid) - busy_before
             silent_s = time.monotonic() - self._answered_at
             if used >= _BUSY_SHARE * waited and silent_s < self.plan.busy_limit_s:
                 return
@@ -290,7 +292,17 @@ class Engine:
 
 
 def _cpu_seconds(pid: int | None) -> float:
-    """Return the processor time that `pid` has used, 0 if it cannot be said."""
+    """Return the processor time that `pid` and what descends from it have used so far, in seconds.
+
+    Of some engines a child does the work. What has ended meanwhile no longer counts.
+    """
+    if pid is None:
+        return 0.0
+    table = process_table()
+    return sum(map(_own_cpu_seconds, (pid, *descendants(table, pid))))
+
+
+def _own_cpu_seconds(pid: int) -> float:
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             text = file.read()

@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import socket
+import subprocess
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -256,3 +257,15 @@ def test_engines_of_a_killed_owner_end(start_owner: Callable[..., Any]) -> None:
     wait_until(lambda: len(find(owner.launch_id)) == 3)
     owner.kill()
     wait_until(lambda: not find(owner.launch_id))
+
+
+def test_the_work_of_an_engines_child_is_the_engines() -> None:
+    busy = "while True: pass"
+    code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {busy!r}])"
+    with subprocess.Popen([sys.executable, "-c", code], start_new_session=True) as parent:
+        try:
+            wait_until(lambda: process._cpu_seconds(parent.pid) > 1.0, 60)
+            assert process._own_cpu_seconds(parent.pid) < 1.0
+        finally:
+            os.killpg(parent.pid, signal.SIGKILL)
+    assert process._cpu_seconds(None) == 0
