@@ -30,7 +30,7 @@ def check_memory(
     """Return what there is to say about the memory that a start will need.
 
     To be called when the GPUs are the engine's own. Reads the model's files, so it blocks. Says
-    nothing where there is no GPU, or none that says what is free. Raises `EngineStartError` if it
+    nothing where there is no GPU, or where what is free cannot be read. Raises `EngineStartError` if it
     certainly will not fit and `check` is `error`. `root` is the root of the file system with `sys`.
     """
     if check == "off" or not devices.gpus:
@@ -42,7 +42,7 @@ def check_memory(
         return (spec.notice("MemoryUnknown", f"cannot tell what it needs: {error}", _FIELD),)
     free = free_vram(devices, root)
     verdict = judge(plan, free, total)
-    if verdict.fits or None in free:
+    if verdict.fits or (verdict.fits is None and None in free):
         return ()
     if check == "error" and verdict.fits is False:
         raise EngineStartError(

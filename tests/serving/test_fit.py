@@ -75,6 +75,16 @@ def test_a_gpu_that_does_not_say_what_is_free_is_tried(tmp_path: Path, needs: An
     assert fit.check_memory(SPEC, tmp_path, ON_CARD, "error", tmp_path) == ()
 
 
+def test_what_the_engine_itself_would_refuse_is_refused_whatever_is_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    share = Share(GIB, 0, 0)
+    plan = MemoryPlan("vllm", 1, (share,), 8192, 8192, 1, 1, refusal="it wants 2 GPUs")
+    monkeypatch.setattr(fit, "plan_memory", lambda *_, **__: plan)
+    with pytest.raises(EngineStartError, match="it wants 2 GPUs"):
+        fit.check_memory(SPEC, tmp_path, ON_CARD, "error", tmp_path)
+
+
 @pytest.mark.parametrize("devices", [Devices(), Devices((0,), pretended=True)])
 def test_without_a_gpu_nothing_is_said(root: Path, needs: Any, devices: Devices) -> None:
     needs(1000)
