@@ -30,8 +30,9 @@ def check_memory(
     """Return what there is to say about the memory that a start will need.
 
     To be called when the GPUs are the engine's own. Reads the model's files, so it blocks. Says
-    nothing where there is no GPU, or where what is free cannot be read. Raises `EngineStartError` if it
-    certainly will not fit and `check` is `error`. `root` is the root of the file system with `sys`.
+    nothing where there is no GPU, or where what is free cannot be read. Raises `EngineStartError`
+    if it certainly will not fit and `check` is `error`. `root` is the root of the file system with
+    `sys`.
     """
     if check == "off" or not devices.gpus:
         return ()
