@@ -140,6 +140,8 @@ async def test_a_store_that_it_may_only_read_will_do(ollama: Bench, open_directo
     home = ollama.directory / "nobody"
     home.mkdir()
     os.chown(home, 65534, 65534)
+    # The program may be in a place that others may not enter, such as a home.
+    ollama.program = Path(shutil.copy2(ollama.program, ollama.directory / "ollama-for-all"))
     plan = ollama.engine(store / "manifests/registry.ollama.ai/library/mine/1").plan
     program = subprocess.Popen(  # noqa: ASYNC220
         plan.argv, env={**plan.env, "HOME": str(home)}, user=65534, group=65534, cwd="/"

@@ -134,7 +134,10 @@ class Api(BaseHTTPRequestHandler):
             if error := os.environ.get("FAKE_LOAD_ERROR"):
                 self.answer(500, {"error": error})
                 return False
-            runner = subprocess.Popen([sys.executable, __file__, "runner", "--model", name])
+            command = [sys.executable, __file__, "runner", "--model", name]
+            runner = subprocess.Popen(command, stdout=subprocess.PIPE)
+            assert runner.stdout is not None
+            runner.stdout.readline()  # a model is loaded when its runner is there, and idle
             end = time.monotonic() + float(os.environ.get("FAKE_LOAD_S", "0"))
             while time.monotonic() < end:
                 if self.client_gone(0.02):
@@ -342,6 +345,7 @@ if __name__ == "__main__":
     elif sys.argv[1] == "create":
         create(sys.argv[2], Path(sys.argv[4]))
     elif sys.argv[1] == "runner":
+        print("ready", flush=True)
         threading.Event().wait()
     else:
         print("Warning: client version is 0.17.4-fake")
