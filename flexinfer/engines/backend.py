@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Backend(Protocol):
-    """One kind of engine."""
+    """One kind of engine, with what most of them have in common."""
 
     @property
     def name(self) -> str:
@@ -49,9 +49,10 @@ class Backend(Protocol):
 
         Comes before the start and is not part of it: it may take as long as a download takes, says
         how far it is by `progress`, needs no GPU, and ends by itself when nothing moves any more.
-        Doing it again costs next to nothing. Raises `EngineStartError`. Most engines return
-        `weights` as they are.
+        Doing it again costs next to nothing. Raises `EngineStartError`. Without a method of its own
+        an engine reads `weights` as they are.
         """
+        return weights
 
     def plan(
         self,
@@ -96,8 +97,10 @@ class Backend(Protocol):
         """Have the model loaded, by an engine that answers before it has loaded one.
 
         Called once, after `is_ready`; returns when requests can be served. The caller bounds the
-        time and cancels. Raises `EngineStartError`. Most engines have nothing to do here.
+        time and cancels. Raises `EngineStartError`. Without a method of its own an engine is ready
+        only when its model is.
         """
+        return  # a body: without one this would be abstract
 
     async def is_alive(self, client: aiohttp.ClientSession, base_url: str) -> bool:
         """Whether an engine that was ready still works, not only its HTTP server.
@@ -113,12 +116,7 @@ def backend_for(name: str) -> Backend:
     from flexinfer.engines.ollama import Ollama
     from flexinfer.engines.vllm import Vllm
 
-    if name == LlamaCpp.name:
-        return LlamaCpp()
-    if name == MlcLlm.name:
-        return MlcLlm()
-    if name == Vllm.name:
-        return Vllm()
-    if name == Ollama.name:
-        return Ollama()
+    for kind in (LlamaCpp, MlcLlm, Ollama, Vllm):
+        if kind.name == name:
+            return kind()
     raise EngineConfigError(f"unknown backend {name}; known: llama-cpp, mlc-llm, ollama, vllm")

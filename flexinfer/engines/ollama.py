@@ -17,6 +17,7 @@ from flexinfer.api.blocks import OllamaBlock
 from flexinfer.api.notices import Notice
 from flexinfer.api.ollamatag import OllamaTag
 from flexinfer.engines import executables
+from flexinfer.engines.backend import Backend
 from flexinfer.engines.environment import is_secret
 from flexinfer.engines.errors import (
     EngineConfigError,
@@ -72,7 +73,7 @@ _OUT_OF_MEMORY = re.compile(r"((?:cudaMalloc failed|hipMalloc failed|allocating 
 _NO_GENERATE = "does not support generate"
 
 
-class Ollama:
+class Ollama(Backend):
     """The backend `ollama`."""
 
     name: ClassVar[str] = "ollama"

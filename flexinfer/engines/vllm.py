@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar
 
@@ -12,6 +12,7 @@ import aiohttp
 
 from flexinfer.api.blocks import VllmBlock
 from flexinfer.engines import executables, vllm_output
+from flexinfer.engines.backend import Backend
 from flexinfer.engines.compile_cache import compile_cache
 from flexinfer.engines.environment import NO_USAGE_REPORTS, base_env, is_secret
 from flexinfer.engines.errors import EngineConfigError, EngineNotFound, ExitStatus
@@ -63,7 +64,7 @@ _LOCAL: Mapping[str, str] = {
 }
 
 
-class Vllm:
+class Vllm(Backend):
     """The backend `vllm`."""
 
     name: ClassVar[str] = "vllm"
@@ -81,17 +82,6 @@ class Vllm:
         if found is None:
             raise EngineNotFound(f"no {PROGRAM}: {VARIABLE} is not set, and it is not on PATH")
         return dataclasses.replace(found, python=executables.interpreter_of(found.path))
-
-    async def prepare(
-        self,
-        spec: EngineSpec,
-        weights: Path,
-        executable: Executable,
-        environ: Mapping[str, str],
-        progress: Callable[[str], None],
-    ) -> Path:
-        """See `Backend.prepare`: it reads a hub's files as they are."""
-        return weights
 
     def plan(
         self,
@@ -170,9 +160,6 @@ class Vllm:
     async def is_ready(self, client: aiohttp.ClientSession, base_url: str) -> bool:
         """Whether /health says ok: it listens only when its model is loaded."""
         return await http_status(client, f"{base_url}/health") == 200
-
-    async def load(self, client: aiohttp.ClientSession, plan: LaunchPlan) -> None:
-        """See `Backend.load`: it is ready only when its model is."""
 
     async def is_alive(self, client: aiohttp.ClientSession, base_url: str) -> bool:
         """Whether /health says ok; 503 means that EngineCore is dead."""
