@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+
+from flexinfer.engines.gpus import is_mask
 
 # Secrets belong to us, to Ray and to the hub; an engine needs none of them, and prints its
 # environment in more than one kind of crash report. A user who wants one there names it in `env`.
@@ -36,6 +38,24 @@ NO_USAGE_REPORTS: Mapping[str, str] = {
 def is_secret(name: str) -> bool:
     """Whether a variable's name says that its value must not be seen."""
     return _SECRET.search(name.upper()) is not None
+
+
+def add_user_env(
+    env: dict[str, str], given: Mapping[str, str], refuse: Callable[[str], str | None]
+) -> list[str]:
+    """Add the user's variables to `env`, after all others, but for those not theirs to set.
+
+    Those are the masks of GPUs, and whatever `refuse` has a reason against. Returns the reasons.
+    """
+    reasons = []
+    for name, value in given.items():
+        mask = f"{name} is set by FlexInfer: Ray assigns the GPUs" if is_mask(name) else None
+        reason = mask or refuse(name)
+        if reason is None:
+            env[name] = value
+        else:
+            reasons.append(reason)
+    return reasons
 
 
 def base_env(environ: Mapping[str, str]) -> dict[str, str]:

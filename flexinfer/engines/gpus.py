@@ -16,6 +16,7 @@ MASK = "HIP_VISIBLE_DEVICES"
 # ROCR renumbers before HIP looks, so "1" in both leaves no device; CUDA_ and GPU_DEVICE_ORDINAL are
 # read as further masks by some versions and some engines.
 OTHER_MASKS = ("ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL")
+_ALL_MASKS = frozenset((MASK, *OTHER_MASKS))
 NO_DEVICE = "-1"  # an empty mask counts as none; at the first invalid entry the list ends
 
 # Graphics parts of processors, which the kernel lists like cards. Some have no other telling sign.
@@ -162,6 +163,11 @@ def assign(ids: Sequence[int], inventory: Inventory) -> Devices:
         gpus = tuple(inventory.gpus[slot] for slot in slots)
         return Devices(slots, hip_ids=tuple(gpu.hip_index for gpu in gpus), gpus=gpus)
     return Devices(slots, pretended=True)
+
+
+def is_mask(name: str) -> bool:
+    """Whether a variable says which GPUs are seen."""
+    return name in _ALL_MASKS
 
 
 def device_env(environ: Mapping[str, str], devices: Devices) -> dict[str, str]:

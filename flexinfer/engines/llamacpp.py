@@ -14,9 +14,9 @@ import aiohttp
 from flexinfer.api.blocks import LlamaCppBlock
 from flexinfer.engines import executables, gguf
 from flexinfer.engines.backend import Backend
-from flexinfer.engines.environment import base_env, is_secret
+from flexinfer.engines.environment import add_user_env, base_env, is_secret
 from flexinfer.engines.errors import EngineConfigError, EngineNotFound, ExitStatus
-from flexinfer.engines.gpus import MASK, OTHER_MASKS, Devices, device_env
+from flexinfer.engines.gpus import Devices, device_env
 from flexinfer.engines.http import http_status
 from flexinfer.engines.launch import StopPolicy
 from flexinfer.engines.llamacpp_build import Listed, build_of, devices_of
@@ -108,7 +108,8 @@ class LlamaCpp(Backend):
             env["LD_LIBRARY_PATH"] = f"{executable.libraries}{f':{rest}' if rest else ''}"
         build = build_of(executable.path, env)
         flags = Flags(spec, block, build, model.parent)
-        self._user_env(env, flags, spec)
+        for reason in add_user_env(env, spec.env, _not_the_users):
+            flags.notice("EnvironmentIgnored", reason, "env")
 
         flags.argv += [str(executable.path), "--host", LOOPBACK, "--port", str(port)]
         flags.argv += ["--model", str(model), "--alias", spec.name]
@@ -189,20 +190,6 @@ class LlamaCpp(Backend):
         return status is not None and (status < 500 or status == 501)
 
     @staticmethod
-    def _user_env(env: dict[str, str], flags: Flags, spec: EngineSpec) -> None:
-        for name, value in spec.env.items():
-            if name == MASK or name in OTHER_MASKS:
-                flags.notice(
-                    "EnvironmentIgnored", f"{name} is set by FlexInfer: Ray assigns the GPUs", "env"
-                )
-            elif name == "LLAMA_API_KEY" or name.startswith(("LLAMA_ARG_SSL_", "LLAMA_ARG_API_")):
-                flags.notice(
-                    "EnvironmentIgnored", f"with {name} nobody could talk to the engine", "env"
-                )
-            else:
-                env[name] = value
-
-    @staticmethod
     def _devices(
         flags: Flags, devices: Devices, executable: Executable, env: Mapping[str, str]
     ) -> bool:
@@ -228,6 +215,12 @@ class LlamaCpp(Backend):
         if not flags.ours("--device", value="none"):
             flags.ours("--n-gpu-layers", "-ngl", value="0")
         return False
+
+
+def _not_the_users(name: str) -> str | None:
+    if name == "LLAMA_API_KEY" or name.startswith(("LLAMA_ARG_SSL_", "LLAMA_ARG_API_")):
+        return f"with {name} nobody could talk to the engine"
+    return None
 
 
 def _choose(devices: Devices, listed: Sequence[Listed]) -> list[str]:

@@ -14,7 +14,7 @@ from flexinfer.api.blocks import MlcLlmBlock
 from flexinfer.engines import executables, mlc_output
 from flexinfer.engines.backend import Backend
 from flexinfer.engines.compile_cache import compile_cache
-from flexinfer.engines.environment import base_env, is_secret
+from flexinfer.engines.environment import add_user_env, base_env, is_secret
 from flexinfer.engines.errors import (
     EngineConfigError,
     EngineNotFound,
@@ -22,7 +22,7 @@ from flexinfer.engines.errors import (
     EngineStartError,
     ExitStatus,
 )
-from flexinfer.engines.gpus import MASK, OTHER_MASKS, Devices, device_env
+from flexinfer.engines.gpus import Devices, device_env
 from flexinfer.engines.http import http_status
 from flexinfer.engines.launch import StopPolicy
 from flexinfer.engines.mlc_flags import MlcFlags, said_overrides
@@ -113,7 +113,8 @@ class MlcLlm(Backend):
         }
         if block.jit_policy is not None:
             env["MLC_JIT_POLICY"] = block.jit_policy
-        self._user_env(env, flags, spec)
+        for reason in add_user_env(env, spec.env, _not_the_users):
+            flags.notice("EnvironmentIgnored", reason, "env")
 
         flags.argv += [str(executable.path), "serve", self.request_model(spec, weights)]
         flags.add_device()
@@ -184,19 +185,13 @@ class MlcLlm(Backend):
         """Whether the thread that generates answers; /v1/models goes on without it."""
         return await http_status(client, f"{base_url}/metrics") == 200
 
-    @staticmethod
-    def _user_env(env: dict[str, str], flags: MlcFlags, spec: EngineSpec) -> None:
-        for name, value in spec.env.items():
-            if name == MASK or name in OTHER_MASKS:
-                message = f"{name} is set by FlexInfer: Ray assigns the GPUs"
-            elif name == "WEB_CONCURRENCY":
-                message = f"with {name} MLC's server does not start"
-            elif name == "MLC_GPU_SIZE_BYTES":
-                message = f"{name} does nothing since April 2024: use gpuMemoryBytes"
-            else:
-                env[name] = value
-                continue
-            flags.notice("EnvironmentIgnored", message, "env")
+
+def _not_the_users(name: str) -> str | None:
+    if name == "WEB_CONCURRENCY":
+        return f"with {name} MLC's server does not start"
+    if name == "MLC_GPU_SIZE_BYTES":
+        return f"{name} does nothing since April 2024: use gpuMemoryBytes"
+    return None
 
 
 def _block(spec: EngineSpec) -> MlcLlmBlock:

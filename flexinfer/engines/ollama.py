@@ -18,7 +18,7 @@ from flexinfer.api.notices import Notice
 from flexinfer.api.ollamatag import OllamaTag
 from flexinfer.engines import executables
 from flexinfer.engines.backend import Backend
-from flexinfer.engines.environment import is_secret
+from flexinfer.engines.environment import add_user_env, is_secret
 from flexinfer.engines.errors import (
     EngineConfigError,
     EngineNotFound,
@@ -32,7 +32,6 @@ from flexinfer.engines.ollama_prepare import Preparation
 from flexinfer.engines.ollama_server import (
     NO_TIMEOUT,
     STOP,
-    is_mask,
     last_error,
     make_store,
     own_home,
@@ -66,6 +65,7 @@ _RESERVED: Mapping[str, str] = {
     "OLLAMA_KEEP_ALIVE": "the model stays loaded for as long as its replica lives",
     "OLLAMA_MAX_LOADED_MODELS": "a replica serves one model",
     "OLLAMA_NOPRUNE": "a store that others use too must not be cleaned up",
+    "OLLAMA_VULKAN": "Ray assigns the GPUs",
     "OLLAMA_LOAD_TIMEOUT": "coldStartTimeoutSeconds bounds the start",
 }
 _READY = re.compile(r"Listening on .+ \(version")
@@ -135,7 +135,13 @@ class Ollama(Backend):
                 env[variable] = str(int(value.value))
             elif value is not None:
                 env[variable] = str(value)
-        notices = [*_apply_user_env(env, spec), *_unfit(env, spec)]
+        # OLLAMA_MODELS has been obeyed: models are looked for there.
+        given = {name: value for name, value in spec.env.items() if name != "OLLAMA_MODELS"}
+        notices = [
+            spec.notice("EnvironmentIgnored", reason, "spec.ollama.env")
+            for reason in add_user_env(env, given, _not_the_users)
+        ]
+        notices += _unfit(env, spec)
         if devices.pretended:
             gpus = ",".join(map(str, devices.ids))
             text = f"this machine has no GPU {gpus}: Ollama runs on the CPU"
@@ -258,21 +264,9 @@ def _model(weights: Path) -> tuple[Path, OllamaTag]:
     return found
 
 
-def _apply_user_env(env: dict[str, str], spec: EngineSpec) -> list[Notice]:
-    """Let the user's variables go last, but for those that are not theirs to set."""
-    notices = []
-    for name, value in spec.env.items():
-        if name == "OLLAMA_MODELS":
-            continue  # it has been obeyed: models are looked for there
-        if is_mask(name):
-            reason = f"{name} is set by FlexInfer: Ray assigns the GPUs"
-        elif name in _RESERVED:
-            reason = f"{name} is set by FlexInfer: {_RESERVED[name]}"
-        else:
-            env[name] = value
-            continue
-        notices.append(spec.notice("EnvironmentIgnored", reason, "spec.ollama.env"))
-    return notices
+def _not_the_users(name: str) -> str | None:
+    reason = _RESERVED.get(name)
+    return None if reason is None else f"{name} is set by FlexInfer: {reason}"
 
 
 def _unfit(env: Mapping[str, str], spec: EngineSpec) -> list[Notice]:

@@ -14,7 +14,7 @@ import aiohttp
 
 from flexinfer.engines.environment import base_env
 from flexinfer.engines.errors import EngineConfigError, EnginePortTaken, EngineStartError
-from flexinfer.engines.gpus import MASK, OTHER_MASKS, Devices, device_env
+from flexinfer.engines.gpus import MASK, Devices, device_env
 from flexinfer.engines.http import http_status
 from flexinfer.engines.launch import Launch, StopPolicy, new_launch_id
 from flexinfer.engines.ports import LOOPBACK, free_port
@@ -70,11 +70,6 @@ def masked(env: Mapping[str, str], executable: Executable, devices: Devices) -> 
         del masked_env[MASK]
         masked_env["ROCR_VISIBLE_DEVICES"] = devices.mask
     return masked_env
-
-
-def is_mask(name: str) -> bool:
-    """Whether a variable says which GPUs are seen."""
-    return name == MASK or name in OTHER_MASKS or name in ("OLLAMA_VULKAN",)
 
 
 def port_taken(lines: Sequence[str]) -> bool:

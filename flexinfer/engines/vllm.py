@@ -14,9 +14,9 @@ from flexinfer.api.blocks import VllmBlock
 from flexinfer.engines import executables, vllm_output
 from flexinfer.engines.backend import Backend
 from flexinfer.engines.compile_cache import compile_cache
-from flexinfer.engines.environment import NO_USAGE_REPORTS, base_env, is_secret
+from flexinfer.engines.environment import NO_USAGE_REPORTS, add_user_env, base_env, is_secret
 from flexinfer.engines.errors import EngineConfigError, EngineNotFound, ExitStatus
-from flexinfer.engines.gpus import MASK, OTHER_MASKS, Devices, device_env
+from flexinfer.engines.gpus import Devices, device_env
 from flexinfer.engines.http import http_status
 from flexinfer.engines.launch import StopPolicy
 from flexinfer.engines.ports import LOOPBACK
@@ -109,7 +109,8 @@ class Vllm(Backend):
         flags = VllmFlags(spec, block, build, devices)
         if not flags.on_gpu and _sizes_its_cache(block, devices):
             env[KV_ON_CPU] = str(kv_cache_gib(weights, block))
-        self._user_env(env, flags, spec)
+        for reason in add_user_env(env, spec.env, _not_the_users):
+            flags.notice("EnvironmentIgnored", reason, "env")
         _check_device(build, flags, devices, env)
 
         flags.argv += [str(executable.path), "serve", str(weights.absolute())]
@@ -165,17 +166,9 @@ class Vllm(Backend):
         """Whether /health says ok; 503 means that EngineCore is dead."""
         return await http_status(client, f"{base_url}/health") == 200
 
-    @staticmethod
-    def _user_env(env: dict[str, str], flags: VllmFlags, spec: EngineSpec) -> None:
-        for name, value in spec.env.items():
-            if name == MASK or name in OTHER_MASKS:
-                message = f"{name} is set by FlexInfer: Ray assigns the GPUs"
-            elif name == "VLLM_API_KEY":
-                message = f"with {name} nobody could talk to the engine"
-            else:
-                env[name] = value
-                continue
-            flags.notice("EnvironmentIgnored", message, "env")
+
+def _not_the_users(name: str) -> str | None:
+    return f"with {name} nobody could talk to the engine" if name == "VLLM_API_KEY" else None
 
 
 def _block(spec: EngineSpec) -> VllmBlock:
