@@ -145,7 +145,7 @@ class Engine:
         An engine that does not answer in time but uses the processor is busy, not broken, for as
         long as its plan says.
         """
-        self._raise_if_exited()
+        await self._raise_if_exited()
         client = self._session()
         busy_before = await asyncio.to_thread(_cpu_seconds, self.pid)
         asked = time.monotonic()
@@ -158,14 +158,14 @@ class Engine:
             silent_s = time.monotonic() - self._answered_at
             if used >= _BUSY_SHARE * waited and silent_s < self.plan.busy_limit_s:
                 return
-            self._raise_if_exited()
+            await self._raise_if_exited()
             raise EngineUnresponsive(f"no answer within {timeout_s:g} s") from None
         if alive:
             self._answered_at = time.monotonic()
             return
         # Its port closes a moment before its end is known.
         await asyncio.wait([self.exited], timeout=0.1)
-        self._raise_if_exited()
+        await self._raise_if_exited()
         raise EngineUnresponsive("it refuses or fails the health request")
 
     async def stop(self, *, grace_s: float | None = None) -> None:
@@ -260,10 +260,10 @@ class Engine:
 
     # -- the rest
 
-    def _raise_if_exited(self) -> None:
+    async def _raise_if_exited(self) -> None:
         if self.exited.done():
             status, words = self.exited.result(), self.log.tail(_WORDS_OF_A_FAILURE)
-            reason = self._backend.explain(self.plan, status, words)
+            reason = await asyncio.to_thread(self._backend.explain, self.plan, status, words)
             raise EngineExited(status, reason=reason, log_tail=self.log.tail())
 
     def _session(self) -> aiohttp.ClientSession:
