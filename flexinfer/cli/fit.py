@@ -216,6 +216,8 @@ def _table(rows: Sequence[Row]) -> Table:
     from rich.table import Table
     from rich.text import Text
 
+    from flexinfer.engines.memory import gib
+
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="bold")
     for name in ("MODEL", "BACKEND"):
         table.add_column(name, no_wrap=True)
@@ -227,20 +229,16 @@ def _table(rows: Sequence[Row]) -> Table:
         if row.plan is not None:
             share = row.plan.fullest
             takes = max(share.total, row.plan.reserved_bytes or 0)
-            sizes = [_gib(share.weights), _gib(share.kv), _gib(share.buffers), _gib(takes)]
+            sizes = [gib(share.weights), gib(share.kv), gib(share.buffers), gib(takes)]
         table.add_row(
             Text(row.model.name),
             row.model.spec.backend,
             str(row.model.spec.gpus),
             *sizes,
-            _NOTHING if row.total is None or not row.model.spec.gpus else _gib(row.total),
+            _NOTHING if row.total is None or not row.model.spec.gpus else gib(row.total),
             Text(_WORDS[row.verdict.fits], style=_STYLES[row.verdict.fits]),
         )
     return table
-
-
-def _gib(count: int) -> str:
-    return f"{count / 2**30:.1f} GiB"
 
 
 def _explain(row: Row) -> None:

@@ -198,7 +198,7 @@ def _gpu(index: int, node: Path, properties: Mapping[str, int], root: Path) -> G
     # 110000 is gfx1100, 90010 is gfx90a: the last two digits are hexadecimal in the name.
     gfx = f"gfx{version // 10000}{version // 100 % 100:x}{version % 100:x}"
     minor = properties.get("drm_render_minor", 0)
-    vram = _vram(root / f"sys/class/drm/renderD{minor}/device/mem_info_vram_total")
+    vram = vram_figure(root, minor, "total")
     integrated = (
         properties.get("cpu_cores_count", 0) > 0  # processor and graphics in one node
         or gfx in _INTEGRATED_GFX
@@ -207,7 +207,12 @@ def _gpu(index: int, node: Path, properties: Mapping[str, int], root: Path) -> G
     return Gpu(index, int(node.name), gfx, minor, vram, integrated)
 
 
-def _vram(path: Path) -> int | None:
+def vram_figure(root: Path, render_minor: int, what: str) -> int | None:
+    """Return the driver's figure `total` or `used` of a GPU's memory in bytes, None if it has none.
+
+    `root` is what sysfs is below.
+    """
+    path = root / f"sys/class/drm/renderD{render_minor}/device/mem_info_vram_{what}"
     try:
         return int(path.read_text())
     except (OSError, ValueError):

@@ -9,6 +9,7 @@ from flexinfer.api.blocks import MlcLlmBlock, MlcOverrides
 from flexinfer.api.notices import Notice
 from flexinfer.engines.errors import EngineConfigError
 from flexinfer.engines.gpus import Devices
+from flexinfer.engines.memory.vram import least_vram
 from flexinfer.engines.mlc_weights import INDEX, OLD_INDEX, MlcWeights
 from flexinfer.engines.spec import EngineSpec
 
@@ -182,16 +183,14 @@ class MlcFlags:
         wanted = self._block.gpu_memory_bytes
         if wanted is None or "gpu_memory_utilization" in self._said:
             return
-        sizes = [gpu.vram_bytes for gpu in self._devices.gpus]
-        known = [size for size in sizes if size]
-        if not known or len(known) < len(sizes):
+        smallest = least_vram(self._devices)
+        if not smallest:
             self.notice(
                 "GPUMemoryUnknown",
                 "the size of the GPU's memory is not known here, so MLC uses its own share of it",
                 "gpuMemoryBytes",
             )
             return
-        smallest = min(known)
         if wanted > smallest:
             self.notice(
                 "GPUMemoryExceeded",

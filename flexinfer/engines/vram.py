@@ -18,7 +18,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from flexinfer.engines.gpus import Gpu
+from flexinfer.engines.gpus import Gpu, vram_figure
 
 #: Where the files are; else a directory of this user's among the temporary ones.
 VARIABLE = "FLEXINFER_VRAM_STATE"
@@ -70,11 +70,7 @@ class VramWatch:
 
     def used(self, gpu: Gpu) -> int | None:
         """Return the bytes in use on `gpu`, by all processes; None where that cannot be read."""
-        path = self._root / f"sys/class/drm/renderD{gpu.render_minor}/device/mem_info_vram_used"
-        try:
-            return int(path.read_text())
-        except (OSError, ValueError):
-            return None
+        return vram_figure(self._root, gpu.render_minor, "used")
 
     async def _wait(self, timeout_s: float, tolerance: int) -> str | None:
         end = asyncio.get_running_loop().time() + timeout_s

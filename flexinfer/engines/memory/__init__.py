@@ -13,7 +13,7 @@ from flexinfer.engines.memory.types import (
     Share,
     Verdict,
 )
-from flexinfer.engines.memory.verdict import judge
+from flexinfer.engines.memory.verdict import gib, judge
 from flexinfer.engines.memory.vram import free_vram, least_vram
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "Share",
     "Verdict",
     "free_vram",
+    "gib",
     "judge",
     "least_vram",
     "plan_memory",

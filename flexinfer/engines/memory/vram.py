@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from flexinfer.engines.gpus import Devices
-from flexinfer.engines.vram import VramWatch
+from flexinfer.engines.gpus import Devices, vram_figure
 
 
 def free_vram(devices: Devices, root: Path = Path("/")) -> tuple[int | None, ...]:
@@ -17,10 +16,9 @@ def free_vram(devices: Devices, root: Path = Path("/")) -> tuple[int | None, ...
     """
     if devices.pretended:
         return (None,) * len(devices.ids)
-    watch = VramWatch(devices.gpus, root)
     found: list[int | None] = []
     for gpu in devices.gpus:
-        used = watch.used(gpu)
+        used = vram_figure(root, gpu.render_minor, "used")
         known = gpu.vram_bytes is not None and used is not None
         found.append(max(0, (gpu.vram_bytes or 0) - (used or 0)) if known else None)
     return tuple(found)
