@@ -43,6 +43,7 @@ from flexinfer.serving.status import EngineAddress
 _PROGRESS_S = 1.0
 _DIAL_ATTEMPTS = 20
 _DIAL_PAUSE_S = 0.1
+_REFUSAL_S = 0.25
 _MAX_ERROR_BODY = 1 << 20
 _PATH_SAFE = "/:@!$&'()*+,;=-._~"
 
@@ -207,6 +208,12 @@ class Exchange:
             if talk.done():
                 return talk.result()
             if slot.lost.done():
+                if not self._first_byte_seen:
+                    # The word that the engine is gone may come while it is dialled. If the dial is
+                    # refused, nothing was said to it, and so nothing is lost.
+                    await asyncio.wait([talk], timeout=_REFUSAL_S)
+                    if talk.done() and isinstance(talk.exception(), _Unreached):
+                        return talk.result()
                 raise slot.lost.result()
             raise ClientGone
         finally:

@@ -7,12 +7,14 @@ import gzip
 import json
 from collections.abc import AsyncIterator
 from typing import Any
+from unittest.mock import Mock
 
+import aiohttp
 import httpx
 import pytest
 import pytest_asyncio
 from aiohttp import web
-from serving_helpers import add_replica, replica_status, until
+from serving_helpers import add_replica, replica_status, settle, until
 from serving_stack import (
     CHAT,
     FixedRateEngine,
@@ -209,6 +211,38 @@ async def test_a_path_that_the_engine_does_not_have_is_named(
         answer = await client.post(CHAT, json=chat())
     assert answer.status_code == 404
     assert answer.json()["error"]["message"] == message
+
+
+async def test_a_request_is_not_lost_with_an_engine_that_it_was_not_sent_to(
+    stack: Stack, client: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dialled, told = asyncio.Event(), asyncio.Event()
+    request = aiohttp.ClientSession.request
+
+    class Refused:
+        async def __aenter__(self) -> None:
+            dialled.set()
+            await told.wait()
+            raise aiohttp.ClientConnectorError(Mock(), ConnectionRefusedError())
+
+        async def __aexit__(self, *_: object) -> None: ...
+
+    def dial(*args: Any, **options: Any) -> Any:
+        return request(*args, **options) if told.is_set() else Refused()
+
+    monkeypatch.setattr(aiohttp.ClientSession, "request", dial)
+    async with odd_engine(answering(b"{}", content_type="application/json")) as engine:
+        backlog = stack.served(engine.port)
+        (replica,) = backlog.replicas.values()
+        asking = asyncio.ensure_future(client.post(CHAT, json=chat()))
+        await dialled.wait()
+        backlog.update(replica, replica_status(ReplicaState.STARTING))
+        await settle()
+        told.set()
+        await settle()
+        backlog.update(replica, replica_status(ReplicaState.SERVING, port=engine.port))
+        assert (await asking).status_code == 200
+        assert len(engine.requests) == 1
 
 
 async def test_an_engine_can_want_fields_dropped_and_renamed(stack: Stack, client: Any) -> None:
